@@ -1,0 +1,82 @@
+"""What the engine is asked for: a `Request` with its `SamplingParams`, owning one `Sequence` a choice."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from engine.sequence import Sequence
+
+
+class RequestError(Exception):
+    """A request that the engine refuses; the message is for its sender."""
+
+
+class InvalidRequest(RequestError):
+    """A parameter or a token id is out of range for this model."""
+
+
+class PromptTooLong(RequestError):
+    """The prompt can never fit, whatever else finishes ("no room ever", as opposed to "no room now")."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Ranges are checked where requests come in, not here.
+
+    Order of application: logit_bias, penalties, `min_tokens` ban, temperature, top_k, top_p, min_p.
+    """
+
+    max_tokens: int
+    """Output ids at most, ≥ 1."""
+    min_tokens: int = 0
+    temperature: float = 1.0
+    """0 means greedy: the highest logit after bias and penalties."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means off."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    """None draws a fresh seed, so that unseeded requests differ between workers and restarts."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    n: int = 1
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt and its choices.
+
+    Raises:
+        InvalidRequest: the prompt is empty.
+    """
+
+    id: str
+    prompt: Seq[int]
+    """Token ids, at least one."""
+    params: SamplingParams
+    priority: int = 1
+    """0 high, 1 normal, 2 low: the lanes of the queue."""
+    deadline: float | None = None
+    """`time.monotonic()` seconds after which the request is expired."""
+    cache_salt: str = ""
+    """Only requests of one salt share prefix blocks."""
+    arrival: int = -1
+    """Position in the order of arrival, given by the engine."""
+    noise_seed: int = field(init=False)
+    sequences: list[Sequence] = field(init=False, default_factory=list)
+    """Its choices, made when the engine accepts the request."""
+    error: str | None = None
+    """Why it failed, where it did."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise InvalidRequest("the prompt has no tokens")
+        self.noise_seed = secrets.randbits(64) if self.params.seed is None else self.params.seed

@@ -1,0 +1,151 @@
+"""One choice of a request, from arrival to cleanup: its tokens, its blocks and its place in the state machine.
+
+                         admit                    finish
+        ┌───────────┐ ──────────► ┌───────────┐ ──────────► ┌────────────┐
+        │  WAITING  │             │  RUNNING  │             │  FINISHED  │
+        └───────────┘ ◄────────── └───────────┘             └────────────┘
+              ▲        preempt,     │       ▲
+              │       by recompute  │       │ resume
+              │                     ▼       │
+              │                   ┌───────────┐             ┌─────────────┐
+              └────────────────── │  SWAPPED  │             │  CANCELLED  │
+                 host tier lost   └───────────┘             └─────────────┘
+
+    Every live state may also end in FINISHED (expired, failed) or in CANCELLED. Nothing leaves those two.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.request import Request
+    from engine.text import TextStream
+
+
+class SequenceStatus(enum.IntEnum):
+    """Ordered: everything from FINISHED on has ended."""
+
+    WAITING = 0
+    RUNNING = 1
+    SWAPPED = 2
+    FINISHED = 3
+    CANCELLED = 4
+
+    @property
+    def ended(self) -> bool:
+        return self >= SequenceStatus.FINISHED
+
+
+_ENDINGS = frozenset({SequenceStatus.FINISHED, SequenceStatus.CANCELLED})
+
+TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
+    SequenceStatus.WAITING: _ENDINGS | {SequenceStatus.RUNNING},
+    SequenceStatus.RUNNING: _ENDINGS | {SequenceStatus.WAITING, SequenceStatus.SWAPPED},
+    SequenceStatus.SWAPPED: _ENDINGS | {SequenceStatus.RUNNING, SequenceStatus.WAITING},
+    SequenceStatus.FINISHED: frozenset(),
+    SequenceStatus.CANCELLED: frozenset(),
+}
+"""The legal moves of the state machine, all of them."""
+
+
+class IllegalTransition(RuntimeError):
+    """A move that `TRANSITIONS` does not allow: a bug in the caller, never a user's fault."""
+
+
+class FinishReason(enum.StrEnum):
+    """Why a choice has no further token (the `finish_reason` of the wire protocol)."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    ERROR = "error"
+
+
+class Sequence:
+    """The state of one choice.
+
+    A step moves `num_computed_tokens` (tokens whose KV is in the pool) towards `num_tokens`; chunked prefill, prefix
+    hits, decoding and recomputing after a preemption are all that one rule. Whatever can be derived from `tokens`,
+    `num_computed_tokens` and `block_table` is a property, so that nothing can go stale over a preemption.
+    """
+
+    _uids = itertools.count()
+
+    __slots__ = (
+        "block_hashes",
+        "block_table",
+        "finish_reason",
+        "index",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "request",
+        "status",
+        "stop",
+        "text",
+        "tokens",
+        "uid",
+    )
+
+    def __init__(self, request: Request, index: int, text: TextStream) -> None:
+        self.uid: int = next(Sequence._uids)
+        """Unique in this process; keys sampler rows and block owners."""
+        self.request = request
+        self.index = index
+        """Which choice of the request this is, from 0."""
+        self.tokens: list[int] = list(request.prompt)
+        """Prompt ids, then output ids; append-only."""
+        self.num_prompt_tokens = len(self.tokens)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens: int | None = None
+        """Prompt tokens found in the prefix cache at the first admission; None before it."""
+        self.block_table: list[int] = []
+        """Block ids in the order of the tokens they hold."""
+        self.block_hashes: list[bytes] = []
+        """Memo of the chained hashes of the full blocks of `tokens`; a function of `tokens` alone."""
+        self.text = text
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop: str | int | None = None
+        """The stop string or stop id that ended the text, where one did."""
+
+    def move_to(self, status: SequenceStatus) -> None:
+        """Change the status.
+
+        Raises:
+            IllegalTransition: `TRANSITIONS` does not list the move.
+        """
+        if status not in TRANSITIONS[self.status]:
+            raise IllegalTransition(f"{self!r}: {self.status.name} to {status.name}")
+        self.status = status
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def output_tokens(self) -> list[int]:
+        return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """How many tokens a step may still compute; 1 while decoding, never 0 while the sequence lives."""
+        return len(self.tokens) - self.num_computed_tokens
+
+    @property
+    def max_tokens(self) -> int:
+        return self.request.params.max_tokens
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request.id!r}[{self.index}], {self.status.name}, "
+            f"{self.num_computed_tokens}/{self.num_tokens} computed, blocks={self.block_table})"
+        )

@@ -1,0 +1,106 @@
+"""The small interface between the engine and an attention backend.
+
+The KV pool is one byte tensor `[num_blocks, block_bytes]`: a block holds K and V of all layers for `block_size` tokens, so
+that moving a block is one copy. How the bytes inside a block are laid out is known to the backend alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """The shape of the KV cache that a model needs."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    """Tokens in one block."""
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Where the rows of one varlen batch live. T rows (padding included), S sequences.
+
+    Rows past `cu_seqlens[-1]` are padding: they are neither written nor attended to, and their output is zero.
+    """
+
+    slots: Tensor
+    """int64 [T]: `block id * block_size + offset` of each row, -1 for padding."""
+    positions: Tensor
+    """int64 [T]: position of each row in its sequence, 0 for padding."""
+    cu_seqlens: tuple[int, ...]
+    """S + 1 offsets: rows `[cu[s], cu[s+1])` belong to sequence s. They are its last rows: positions
+    `[context_lens[s] - count, context_lens[s])`."""
+    context_lens: tuple[int, ...]
+    """S: tokens of the sequence whose KV is valid after this step's `write`."""
+    block_tables: tuple[tuple[int, ...], ...]
+    """S tables of block ids, long enough for `context_lens`."""
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.context_lens)
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Rows without the padding."""
+        return self.cu_seqlens[-1]
+
+
+class AttentionBackend(ABC):
+    """Writes K and V into the pool and attends to them in place.
+
+    Unwritten slots of the pool may hold anything, NaN included: a backend masks before it multiplies.
+    """
+
+    name: ClassVar[str]
+    page_multiple: ClassVar[int] = 1
+    """`block_size` must be a multiple of this."""
+
+    def __init__(self, spec: CacheSpec) -> None:
+        if spec.block_size % self.page_multiple:
+            raise ValueError(f"the {self.name} backend needs a block size that is a multiple of {self.page_multiple}")
+        self.spec = spec
+
+    @property
+    @abstractmethod
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+
+    @abstractmethod
+    def bind(self, pool: Tensor) -> None:
+        """Use `pool` (uint8 `[num_blocks, block_bytes]`) from now on."""
+
+    @abstractmethod
+    def write(self, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
+        """Store `k` and `v` (`[T, kv_heads, head_dim]`) at `batch.slots`; padding rows are skipped."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Causal attention of `q` (`[T, heads, head_dim]`) over what was written; same shape and dtype out.
+
+        `window`: a row at position p sees positions > p - window. `softcap`: scores become `cap * tanh(score / cap)`.
+        """
+
+    @abstractmethod
+    def read(self, layer: int, block_table: tuple[int, ...], length: int) -> tuple[Tensor, Tensor]:
+        """K and V of the first `length` tokens, each `[length, kv_heads, head_dim]` (for tests and tools)."""
