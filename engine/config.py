@@ -1,0 +1,50 @@
+"""Every knob of the engine, once. The worker's settings build this; nothing below the engine reads the environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Which model, where, in what precision."""
+
+    model: str
+    """`smollm2-135m` (the demo model), a safetensors directory, a `.gguf` file, or a Hugging Face hub name."""
+    device: str = "auto"
+    """`auto`, `cpu` or `cuda`."""
+    dtype: str = "auto"
+    """`auto`, `bfloat16`, `float16` or `float32`; auto takes bf16 where the device computes in it, else fp32."""
+    max_model_len: int | None = None
+    """Longest sequence, prompt and output, in tokens; None takes the model's own limit."""
+    backend: str = "auto"
+    """`auto`, `fused` (the config-driven decoder) or `transformers` (any model it can run)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Limits of scheduling and memory."""
+
+    max_num_seqs: int = 128
+    """Sequences running at once."""
+    max_num_batched_tokens: int = 2048
+    """Tokens computed in one step, over all sequences."""
+    max_model_len: int = 2048
+    """Longest sequence, prompt and output, in tokens."""
+    block_size: int = 16
+    """Tokens in a KV block."""
+    num_blocks: int = 1024
+    """Blocks in the KV pool."""
+    watermark: float = 0.01
+    """Share of the pool kept free when admitting, so that what runs can grow a little before it preempts."""
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def capacity(self) -> int:
+        """The longest sequence that can ever finish, in tokens: what the model allows and the whole pool holds."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)
