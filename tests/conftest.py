@@ -1,0 +1,51 @@
+"""Fixtures of every room, and the rule that CI skips nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import REDIS_SERVER, RedisServer, running_redis
+
+NO_SKIP = os.environ.get("TOKENMILL_TEST_NO_SKIP", "") not in ("", "0")
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One real redis-server for the whole run; give each test a queue name of its own."""
+    if REDIS_SERVER is None:
+        pytest.skip("no redis-server on this machine: install it, these tests prove what fakeredis cannot")
+    with running_redis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """A real redis-server for one test, which may kill and restart it."""
+    if REDIS_SERVER is None:
+        pytest.skip("no redis-server on this machine: install it, these tests prove what fakeredis cannot")
+    with running_redis(tmp_path) as server:
+        yield server
+
+
+def _forbid_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if NO_SKIP and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, and TOKENMILL_TEST_NO_SKIP forbids that: {report.longrepr}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    _forbid_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _forbid_skip(report)
+    return report

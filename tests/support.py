@@ -1,0 +1,91 @@
+"""What tests of several rooms share: polling with a deadline, and a real redis-server of one's own."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import redis
+
+T = TypeVar("T")
+
+REDIS_SERVER = shutil.which("redis-server")
+
+
+def eventually(probe: Callable[[], T], timeout: float = 10.0, interval: float = 0.01) -> T:
+    """Call `probe` until it returns something true, and return that.
+
+    Raises:
+        AssertionError: it did not within `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        value = probe()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{probe} was still {value!r} after {timeout} s")
+        time.sleep(interval)
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nothing listened on a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@dataclass
+class RedisServer:
+    """A redis-server process with an append-only file in `folder`; it can be killed and started again there."""
+
+    folder: Path
+    port: int
+    process: subprocess.Popen[bytes] | None = None
+    options: tuple[str, ...] = ()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def client(self) -> redis.Redis:
+        return redis.Redis(port=self.port, protocol=2, socket_timeout=10)
+
+    def start(self) -> None:
+        if REDIS_SERVER is None:
+            raise RuntimeError("redis-server is not installed")
+        command = [REDIS_SERVER, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
+        command += ["--save", "", "--appendonly", "yes", "--appendfsync", "everysec", *self.options]
+        with open(self.folder / "redis.log", "ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        eventually(self._answers, timeout=20)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(redis.ConnectionError), self.client() as client:
+            return bool(client.ping())
+        return False
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+@contextlib.contextmanager
+def running_redis(folder: Path, *options: str) -> Iterator[RedisServer]:
+    """A real server for the length of the block, on a free port."""
+    server = RedisServer(folder, free_port(), options=options)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
