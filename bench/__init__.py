@@ -1,0 +1,1 @@
+"""The measured claims of the project; not installed. `python -m bench --help`."""

@@ -1,0 +1,64 @@
+"""Times of one run over a workload, and how they are put into words."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The nearest-rank percentile; `share` in (0, 1]. NaN of nothing."""
+    if not values:
+        return math.nan
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+@dataclass
+class Run:
+    """What one run gave; all times in seconds."""
+
+    name: str
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    seconds: float
+    first_token: list[float] = field(default_factory=list)
+    """One a request: from its submission to its first token."""
+    inter_token: list[float] = field(default_factory=list)
+    """Gaps between successive tokens of a request. Where only the ends of a request are known, its mean gap."""
+    gaps: str = "each"
+    """`each` gap or the `mean` of a request: what `inter_token` holds."""
+    note: str = ""
+
+    @property
+    def output_rate(self) -> float:
+        """Output tokens a second over the whole run."""
+        return self.output_tokens / self.seconds
+
+    @property
+    def total_rate(self) -> float:
+        """Prompt and output tokens a second over the whole run."""
+        return (self.output_tokens + self.prompt_tokens) / self.seconds
+
+
+def spread(values: Sequence[float]) -> str:
+    """p50/p90/p99 in milliseconds."""
+    if not values:
+        return "-"
+    return " / ".join(f"{percentile(values, share) * 1000:.0f}" for share in (0.5, 0.9, 0.99))
+
+
+def line(run: Run) -> str:
+    """One run as one line."""
+    return (
+        f"{run.name:<14} {run.requests} requests, in {run.prompt_tokens}, out {run.output_tokens}: {run.seconds:.1f} s, "
+        f"{run.output_rate:.1f} out tok/s, {run.total_rate:.1f} total tok/s; first token {spread(run.first_token)} ms, "
+        f"between tokens ({run.gaps}) {spread(run.inter_token)} ms (p50/p90/p99){run.note}"
+    )
+
+
+def ratio(queued: Sequence[Run], direct: Sequence[Run]) -> float:
+    """Output rate through Redis over the offline one: medians over the rounds, which alternate."""
+    return statistics.median(r.output_rate for r in queued) / statistics.median(r.output_rate for r in direct)
