@@ -1,0 +1,70 @@
+"""The documents say what is true: links lead somewhere, tables match the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic.fields import FieldInfo
+
+from worker.exits import Exit
+from worker.settings import Settings, option, variable
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(p for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")])
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that headings get on the usual forges."""
+    headings = re.findall(r"^#+ +(.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_relative_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), f"{page.name}: {target} leads nowhere"
+        assert not anchor or anchor in anchors(file), f"{page.name}: {target} names no heading"
+
+
+def default(info: FieldInfo) -> str:
+    if info.is_required():
+        return "required"
+    value: Any = info.default
+    if info.default_factory is not None or value is None or value == ():
+        return ""
+    return f"`{'on' if value is True else 'off' if value is False else value}`"
+
+
+def settings_table() -> str:
+    rows = ["| option | variable | default | meaning |", "|---|---|---|---|"]
+    for name, info in Settings.model_fields.items():
+        meaning = (info.description or "").replace("|", "\\|")
+        rows.append(f"| `{option(name)}` | `{variable(name)}` | {default(info)} | {meaning} |")
+    return "\n".join(rows)
+
+
+def test_the_settings_table_is_what_the_code_has() -> None:
+    table = settings_table()
+    assert table in OPERATIONS, f"docs/operations.md has another table of settings; it should be:\n\n{table}\n"
+
+
+def test_every_exit_status_is_explained() -> None:
+    for status in Exit:
+        assert re.search(rf"^\| {status.value} \|", OPERATIONS, re.MULTILINE), (
+            f"exit status {status!r} is not documented"
+        )
+
+
+def test_no_document_names_a_private_path() -> None:
+    for page in PAGES:
+        assert not re.search(r"(?<![\w.])/(work|home|root)/", page.read_text()), (
+            f"{page.name} names a path of one machine"
+        )
