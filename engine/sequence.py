@@ -1,17 +1,17 @@
 """One choice of a request, from arrival to cleanup: its tokens, its blocks and its place in the state machine.
 
-                         admit                    finish
-        ┌───────────┐ ──────────► ┌───────────┐ ──────────► ┌────────────┐
-        │  WAITING  │             │  RUNNING  │             │  FINISHED  │
-        └───────────┘ ◄────────── └───────────┘             └────────────┘
-              ▲        preempt,     │       ▲
-              │       by recompute  │       │ resume
-              │                     ▼       │
-              │                   ┌───────────┐             ┌─────────────┐
-              └────────────────── │  SWAPPED  │             │  CANCELLED  │
-                 host tier lost   └───────────┘             └─────────────┘
+                     admit                    finish
+    ┌───────────┐ ──────────► ┌───────────┐ ──────────► ┌────────────┐
+    │  WAITING  │             │  RUNNING  │             │  FINISHED  │
+    └───────────┘ ◄────────── └───────────┘             └────────────┘
+          ▲        preempt,     │       ▲
+          │       by recompute  │       │ resume
+          │                     ▼       │
+          │                   ┌───────────┐             ┌─────────────┐
+          └────────────────── │  SWAPPED  │             │  CANCELLED  │
+             host tier lost   └───────────┘             └─────────────┘
 
-    Every live state may also end in FINISHED (expired, failed) or in CANCELLED. Nothing leaves those two.
+Every live state may also end in FINISHED (expired, failed) or in CANCELLED. Nothing leaves those two.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_prompt_tokens",
+        "num_sent_tokens",
         "request",
         "status",
         "stop",
@@ -103,6 +104,8 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache at the first admission; None before it."""
+        self.num_sent_tokens = 0
+        """Output ids that deltas have carried."""
         self.block_table: list[int] = []
         """Block ids in the order of the tokens they hold."""
         self.block_hashes: list[bytes] = []
@@ -134,6 +137,10 @@ class Sequence:
     @property
     def output_tokens(self) -> list[int]:
         return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def num_unsent_tokens(self) -> int:
+        return self.num_output_tokens - self.num_sent_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:

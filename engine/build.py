@@ -1,0 +1,80 @@
+"""From options to an engine that runs: load the model, choose a backend, size the pool."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import structlog
+import torch
+
+from engine.config import EngineConfig, ModelOptions
+from engine.engine import Engine
+from engine.models.loading import LoadedModel, load_model
+from engine.runner import ModelRunner
+from engine.sampler import Sampler
+from kernels.attention import get_backend
+from kernels.linear import bucket
+
+log = structlog.get_logger()
+
+DEFAULT_KV_CACHE_MEMORY = 2 << 30
+"""Bytes of KV pool where neither a size nor a number of blocks is asked for."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """How large the KV pool is: a number of blocks, or the memory that it may take."""
+
+    num_blocks: int | None = None
+    memory_bytes: int | None = None
+    attention: str = "auto"
+    """Name of an attention backend."""
+
+
+def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions) -> tuple[Engine, LoadedModel]:
+    """Load the model and allocate the pool; `num_blocks` and `max_model_len` of `config` are set from what is found.
+
+    Raises:
+        engine.models.loading.LoadError: the model cannot be loaded.
+        ValueError: the pool would hold no block.
+    """
+    loaded = load_model(model)
+    backend = get_backend(cache.attention, loaded.cache_spec(config.block_size))
+    num_blocks = cache.num_blocks
+    if num_blocks is None:
+        budget = DEFAULT_KV_CACHE_MEMORY if cache.memory_bytes is None else cache.memory_bytes
+        num_blocks = budget // backend.block_bytes
+        if num_blocks < 1:
+            raise ValueError(
+                f"{budget} bytes of KV cache hold no block: one of {config.block_size} tokens takes {backend.block_bytes}"
+            )
+    config = dataclasses.replace(config, num_blocks=num_blocks, max_model_len=loaded.max_model_len)
+    backend.bind(torch.empty((num_blocks, backend.block_bytes), dtype=torch.uint8, device=loaded.device))
+    num_ids = loaded.tokenizer.size
+    runner = ModelRunner(
+        loaded.bind(backend),
+        Sampler(num_ids, loaded.device),
+        block_size=config.block_size,
+        eos_token_ids=loaded.generation.eos_token_ids,
+        bucket=bucket,
+    )
+    engine = Engine(
+        config,
+        runner,
+        decode=loaded.tokenizer.decode,
+        num_ids=num_ids,
+        eos_token_ids=loaded.generation.eos_token_ids,
+    )
+    if config.capacity < config.max_model_len:
+        log.warning("pool_smaller_than_model", capacity=config.capacity, max_model_len=config.max_model_len)
+    log.info(
+        "engine_ready",
+        model=loaded.name,
+        attention=backend.name,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        blocks=num_blocks,
+        block_size=config.block_size,
+        pool_mib=num_blocks * backend.block_bytes >> 20,
+        batch_invariant=loaded.batch_invariant,
+    )
+    return engine, loaded

@@ -1,0 +1,354 @@
+"""The step: cancels and expiries → schedule → forward → sample → commit, and a snapshot of what came out of it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from engine.config import EngineConfig
+from engine.deadlines import Deadlines
+from engine.outputs import ChoiceResult, Delta, EngineStats, Fault, Finished, Outcome, StepOutput
+from engine.plan import Plan
+from engine.request import InvalidRequest, PromptTooLong, Request
+from engine.runner import Runner
+from engine.sampler import Sampled
+from engine.scheduler import Scheduler
+from engine.sequence import FinishReason, Sequence, SequenceStatus
+from engine.text import Decode, TextStream
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """A request that is to end at the next safe point; None as outcome: without a word."""
+
+    outcome: Outcome | None
+    fault: Fault | None = None
+    message: str | None = None
+
+
+_FORCED = {
+    Outcome.CANCELLED: (SequenceStatus.CANCELLED, FinishReason.CANCELLED),
+    Outcome.EXPIRED: (SequenceStatus.FINISHED, FinishReason.EXPIRED),
+    Outcome.FAILED: (SequenceStatus.FINISHED, FinishReason.ERROR),
+}
+
+
+class Engine:
+    """Continuous batching over one model. One thread calls it; `limit_tokens` and `validate` are pure, any thread may.
+
+    Every accepted request comes out of `step` exactly once as a `Finished`, unless it was dropped; when it does, its
+    blocks are free and nothing of it is left in here.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        *,
+        decode: Decode,
+        num_ids: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`num_ids`: how many ids the tokenizer knows, from 0. `clock`: what deadlines are measured by, in seconds."""
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self.gate: Callable[[list[Request]], None] | None = None
+        """Called before the forward with requests that run for the first time. It may `cancel` or `drop` them; the step is
+        then planned anew without them, and no token is computed for them."""
+        self._runner = runner
+        self._decode = decode
+        self._num_ids = num_ids
+        self._eos = eos_token_ids
+        self._clock = clock
+        self._requests: dict[str, Request] = {}
+        self._endings: dict[str, _Ending] = {}
+        self._deadlines = Deadlines()
+        self._gated: set[str] = set()
+        """Requests that passed the gate."""
+        self._suspects: deque[str] = deque()
+        """Requests of a step that raised: each next step runs one of them alone, to find which one it was."""
+        self._arrivals = 0
+        self._steps = 0
+        self._prefix_queries = 0
+        self._prefix_hits = 0
+
+    # ── what comes in ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def limit_tokens(self, prompt_tokens: int, asked: int | None) -> int:
+        """The `max_tokens` that a prompt of this length gets: what was asked for, at most what can ever fit.
+
+        Raises:
+            PromptTooLong: not even one token fits behind the prompt, however empty the pool.
+        """
+        room = self.config.capacity - prompt_tokens
+        if room < 1:
+            raise PromptTooLong(
+                f"the prompt has {prompt_tokens} tokens; with at least one token of output this worker holds "
+                f"{self.config.capacity}"
+            )
+        return room if asked is None else min(asked, room)
+
+    def validate(self, request: Request) -> None:
+        """Refuse what would hurt later.
+
+        Raises:
+            InvalidRequest: a token id is out of range, or min_tokens exceeds max_tokens.
+            PromptTooLong: prompt and max_tokens can never fit.
+        """
+        params = request.params
+        for what, ids in (
+            ("prompt", request.prompt),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", [token for token, _ in params.logit_bias]),
+        ):
+            wrong = next((i for i in ids if not 0 <= i < self._num_ids), None)
+            if wrong is not None:
+                raise InvalidRequest(f"{what}: token id {wrong} is not in [0, {self._num_ids})")
+        if params.min_tokens > params.max_tokens:
+            raise InvalidRequest(f"min_tokens: {params.min_tokens} is more than max_tokens, {params.max_tokens}")
+        if params.max_tokens > self.limit_tokens(len(request.prompt), None):
+            raise PromptTooLong(
+                f"{len(request.prompt)} prompt tokens and max_tokens {params.max_tokens} exceed {self.config.capacity}"
+            )
+
+    def add(self, request: Request) -> None:
+        """Accept a request: its choices are WAITING.
+
+        Raises:
+            InvalidRequest, PromptTooLong: as `validate`; or the id is that of a live request.
+        """
+        self.validate(request)
+        if request.id in self._requests:
+            raise InvalidRequest(f"id: {request.id!r} is being worked on")
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        self._requests[request.id] = request
+        params = request.params
+        for index in range(params.n):
+            text = TextStream(self._decode, params.stop, params.skip_special_tokens)
+            request.sequences.append(Sequence(request, index, text))
+            self.scheduler.add(request.sequences[-1])
+        self._deadlines.add(request)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request with what it has so far; it comes out of the next `step`. Unknown ids are ignored."""
+        self._end_soon(request_id, _Ending(Outcome.CANCELLED))
+
+    def drop(self, request_id: str) -> None:
+        """End a request without a word: somebody else works on it now. Unknown ids are ignored."""
+        self._end_soon(request_id, _Ending(None))
+
+    def _end_soon(self, request_id: str, ending: _Ending) -> None:
+        if request_id in self._requests and (ending.outcome is None or request_id not in self._endings):
+            self._endings[request_id] = ending
+
+    # ── the step ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def step(self) -> StepOutput:
+        """One step. Deltas and last words of everything that moved; an empty output is legal."""
+        deltas: list[Delta] = []
+        finished: list[Finished] = []
+        for request_id in self._deadlines.due(self._clock(), self._requests):
+            self._end_soon(request_id, _Ending(Outcome.EXPIRED))
+        self._apply_endings(deltas, finished)
+        plan = self._plan(deltas, finished)
+        if plan:
+            self._steps += 1
+            sampled = self._execute(plan)
+            if sampled is not None:
+                self._commit(plan, sampled, deltas, finished)
+        return StepOutput(tuple(deltas), tuple(finished))
+
+    def _plan(self, deltas: list[Delta], finished: list[Finished]) -> Plan:
+        """Schedule until the gate has no objection."""
+        while True:
+            suspect = self._next_suspect()
+            plan = self.scheduler.schedule(only=suspect)
+            if suspect and not plan:
+                self._suspects.popleft()  # it waits for blocks that others hold, so the others must move
+                continue
+            new = {s.request.id: s.request for s in plan.admitted if s.request.id not in self._gated}
+            if not new or self.gate is None:
+                return plan
+            self._gated.update(new)
+            self.gate(list(new.values()))
+            if not any(request_id in self._endings for request_id in new):
+                return plan
+            self.scheduler.abandon(plan)
+            self._apply_endings(deltas, finished)
+
+    def _next_suspect(self) -> Request | None:
+        while self._suspects and self._suspects[0] not in self._requests:
+            self._suspects.popleft()
+        return self._requests[self._suspects[0]] if self._suspects else None
+
+    def _execute(self, plan: Plan) -> Sampled | None:
+        """The forward. If it raises, the plan is abandoned and who caused it is found by running each one alone."""
+        try:
+            sampled = self._runner.execute(plan)
+        except Exception as error:  # whatever it is, it must end one request, not all of them
+            log.exception("step_failed", requests=len(plan.slices), tokens=plan.num_tokens)
+            self.scheduler.abandon(plan)
+            self._blame(plan, error)
+            return None
+        if self._suspects:
+            self._suspects.popleft()
+        return sampled
+
+    def _blame(self, plan: Plan, error: Exception) -> None:
+        requests = list(dict.fromkeys(piece.seq.request.id for piece in plan.slices))
+        if len(requests) > 1:
+            self._suspects.extend(r for r in requests if r not in self._suspects)
+            return
+        memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        fault = Fault.OUT_OF_MEMORY if memory else Fault.INTERNAL
+        self._end_soon(requests[0], _Ending(Outcome.FAILED, fault, f"{type(error).__name__}: {error}"))
+
+    def _commit(self, plan: Plan, sampled: Sampled, deltas: list[Delta], finished: list[Finished]) -> None:
+        for piece in plan.slices:
+            if piece.seq.num_cached_tokens is None:
+                self._prefix_queries += piece.seq.num_prompt_tokens
+                self._prefix_hits += piece.start
+        self.scheduler.commit(plan)
+        for piece, token in zip(plan.sampling, sampled.token_ids, strict=True):
+            seq = piece.seq
+            if token is None:
+                ending = _Ending(Outcome.FAILED, Fault.NON_FINITE_LOGITS, "the model gave logits that are not finite")
+                self._end_soon(seq.request.id, ending)
+                continue
+            self._append(seq, token)
+            self._flush(seq, deltas)
+            if seq.finish_reason is not None:
+                self._retire(seq, SequenceStatus.FINISHED)
+                self._close(seq.request, Outcome.SUCCEEDED, None, None, finished)
+        self._apply_endings(deltas, finished)
+
+    # ── one token ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _append(self, seq: Sequence, token: int) -> None:
+        """Add a sampled id to a sequence and see whether it ends there."""
+        params = seq.request.params
+        seq.tokens.append(token)
+        if token in params.stop_token_ids:
+            seq.stop, seq.finish_reason = token, FinishReason.STOP
+        elif token in self._eos and not params.ignore_eos:
+            seq.finish_reason = FinishReason.STOP
+        else:
+            active = seq.num_output_tokens >= params.min_tokens
+            seq.stop = seq.text.push(token, active)
+            if seq.stop is not None:
+                seq.finish_reason = FinishReason.STOP
+                return
+            if seq.num_output_tokens >= params.max_tokens:
+                seq.finish_reason = FinishReason.LENGTH
+        if seq.finish_reason is not None:
+            self._let_go(seq)
+
+    def _let_go(self, seq: Sequence) -> None:
+        """Release withheld text at the end of a sequence; a stop string that this uncovers counts."""
+        stop = seq.text.finish(seq.num_output_tokens >= seq.request.params.min_tokens)
+        if stop is not None:
+            seq.stop, seq.finish_reason = stop, FinishReason.STOP
+
+    def _flush(self, seq: Sequence, deltas: list[Delta]) -> None:
+        """Say what is new of a sequence: when there is text, and at its end, so that every id is counted once."""
+        text = seq.text.take()
+        if text or (seq.finish_reason is not None and seq.num_unsent_tokens):
+            ids = tuple(seq.tokens[len(seq.tokens) - seq.num_unsent_tokens :])
+            seq.num_sent_tokens = seq.num_output_tokens
+            deltas.append(Delta(seq.request.id, seq.index, text, ids))
+
+    # ── endings ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _apply_endings(self, deltas: list[Delta], finished: list[Finished]) -> None:
+        while self._endings:
+            request_id, ending = self._endings.popitem()
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            status, reason = _FORCED.get(ending.outcome or Outcome.CANCELLED, _FORCED[Outcome.CANCELLED])
+            for seq in request.sequences:
+                if not seq.status.ended:
+                    seq.finish_reason = reason
+                    seq.text.finish(stops_active=False)
+                    self._flush(seq, deltas)
+                    self._retire(seq, status)
+            self._close(request, ending.outcome, ending.fault, ending.message, finished)
+
+    def _retire(self, seq: Sequence, status: SequenceStatus) -> None:
+        self.scheduler.end(seq, status)
+        self._runner.forget(seq)
+
+    def _close(
+        self,
+        request: Request,
+        outcome: Outcome | None,
+        fault: Fault | None,
+        message: str | None,
+        finished: list[Finished],
+    ) -> None:
+        """Once the last choice has ended: forget the request and give its last word."""
+        if not all(seq.status.ended for seq in request.sequences):
+            return
+        del self._requests[request.id]
+        self._endings.pop(request.id, None)
+        self._gated.discard(request.id)
+        if not self._requests:
+            self._deadlines.clear()
+        if outcome is not None:
+            finished.append(
+                Finished(
+                    request_id=request.id,
+                    outcome=outcome,
+                    choices=tuple(_result(seq) for seq in request.sequences),
+                    prompt_tokens=len(request.prompt),
+                    completion_tokens=sum(seq.num_output_tokens for seq in request.sequences),
+                    cached_tokens=request.sequences[0].num_cached_tokens or 0,
+                    fault=fault,
+                    message=message,
+                )
+            )
+
+    # ── what others may see ───────────────────────────────────────────────────────────────────────────────────────
+
+    def stats(self) -> EngineStats:
+        blocks = self.scheduler.blocks
+        return EngineStats(
+            waiting=self.scheduler.num_waiting,
+            running=len(self.scheduler.running),
+            total_blocks=blocks.num_blocks,
+            free_blocks=blocks.num_free,
+            cached_blocks=blocks.num_cached,
+            steps=self._steps,
+            preemptions_recompute=self.scheduler.preemptions,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+        )
+
+    def check_integrity(self) -> None:
+        """Compare all books with each other.
+
+        Raises:
+            engine.block_manager.IntegrityError: something leaked or is in the wrong place.
+        """
+        self.scheduler.check_integrity(self._live)
+
+    def _live(self) -> Iterator[Sequence]:
+        return (s for request in self._requests.values() for s in request.sequences if not s.status.ended)
+
+
+def _result(seq: Sequence) -> ChoiceResult:
+    reason = seq.finish_reason if seq.finish_reason is not None else FinishReason.ERROR
+    return ChoiceResult(seq.index, seq.text.text, reason, seq.stop, tuple(seq.output_tokens))

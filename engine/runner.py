@@ -1,0 +1,97 @@
+"""Executes a plan: plan → batch of arrays → forward → one id for each sequence that reached its last token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from engine.batch import Batch, Model
+from engine.plan import Plan
+from engine.sampler import Row, Sampled, Sampler
+from engine.sequence import Sequence
+from kernels.attention.base import AttentionBatch
+
+
+class Runner(Protocol):
+    """What the engine needs to execute a step; the tests have one without weights."""
+
+    def execute(self, plan: Plan) -> Sampled:
+        """Compute `plan.slices`; one entry for each of `plan.sampling`, in order."""
+        ...
+
+    def forget(self, seq: Sequence) -> None:
+        """A sequence has ended: keep nothing of it."""
+        ...
+
+
+class ModelRunner:
+    """Runs a model of ours or of transformers on one device."""
+
+    def __init__(
+        self,
+        model: Model,
+        sampler: Sampler,
+        *,
+        block_size: int,
+        eos_token_ids: frozenset[int],
+        bucket: Callable[[int], int] = lambda rows: rows,
+    ) -> None:
+        """`bucket` rounds a number of rows up to one that the model computes well (and always with the same bits)."""
+        self.model = model
+        self.sampler = sampler
+        self.block_size = block_size
+        self.eos_token_ids = eos_token_ids
+        self.bucket = bucket
+
+    @torch.inference_mode()
+    def execute(self, plan: Plan) -> Sampled:
+        batch = self.batch(plan)
+        logits = self.model.forward(batch)
+        return self.sampler.sample(logits, [self._row(piece.seq) for piece in plan.sampling])
+
+    def forget(self, seq: Sequence) -> None:
+        self.sampler.forget(seq.uid)
+
+    def batch(self, plan: Plan) -> Batch:
+        """The arrays of a step; rows from `plan.num_tokens` on are padding."""
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        cu_seqlens = [0]
+        sample_rows: list[int] = []
+        size = self.block_size
+        for piece in plan.slices:
+            seq, end = piece.seq, piece.start + piece.count
+            table = seq.block_table
+            ids += seq.tokens[piece.start : end]
+            positions += range(piece.start, end)
+            slots += [table[p // size] * size + p % size for p in range(piece.start, end)]
+            cu_seqlens.append(len(ids))
+            if piece.samples:
+                sample_rows.append(len(ids) - 1)
+        padding = self.bucket(len(ids)) - len(ids)
+        attention = AttentionBatch(
+            slots=torch.tensor(slots + [-1] * padding, dtype=torch.int64),
+            positions=torch.tensor(positions + [0] * padding, dtype=torch.int64),
+            cu_seqlens=tuple(cu_seqlens),
+            context_lens=tuple(piece.start + piece.count for piece in plan.slices),
+            block_tables=tuple(tuple(piece.seq.block_table) for piece in plan.slices),
+        )
+        return Batch(
+            token_ids=torch.tensor(ids + [0] * padding, dtype=torch.int64),
+            attention=attention,
+            sample_rows=torch.tensor(sample_rows, dtype=torch.int64),
+        )
+
+    def _row(self, seq: Sequence) -> Row:
+        return Row(
+            uid=seq.uid,
+            params=seq.request.params,
+            noise_seed=seq.request.noise_seed,
+            index=seq.index,
+            num_prompt_tokens=seq.num_prompt_tokens,
+            tokens=seq.tokens,
+            eos_token_ids=self.eos_token_ids,
+        )

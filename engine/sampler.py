@@ -1,0 +1,267 @@
+"""Chooses the next id of each row, vectorised over the batch.
+
+Order: ids that the tokenizer lacks are cut off → logit_bias → repetition, frequency and presence penalties → ids banned by
+`min_tokens` → temperature → top_k → top_p → min_p → one draw. Temperature 0 takes the highest logit before temperature.
+
+A draw inverts the cumulative distribution at one number in [0, 1) that depends on (seed, choice, position) alone, so that a
+row's neighbours, its place in the batch and a preemption don't matter. Filters become one threshold a row, and ids are
+summed in their own order: ties at an edge are all kept, and no order of equal logits can leak into the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.request import SamplingParams
+
+_TOP = 256
+"""How many of a row's highest logits are sorted to find a top_p edge before all of them are."""
+_MIN_TEMPERATURE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the sampler must know of one choice."""
+
+    uid: int
+    params: SamplingParams
+    noise_seed: int
+    index: int
+    """Which choice."""
+    num_prompt_tokens: int
+    tokens: list[int]
+    """Prompt and output ids so far (read only)."""
+    eos_token_ids: frozenset[int]
+
+    @property
+    def position(self) -> int:
+        """Which output id is drawn, from 0."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One entry a row: the id, or None where the row's logits were not finite."""
+
+    token_ids: tuple[int | None, ...]
+
+
+class Sampler:
+    """Keeps what the same rows need step after step; keyed by `Row.uid`, never by the row's place."""
+
+    def __init__(self, num_ids: int, device: torch.device | str = "cpu") -> None:
+        self.num_ids = num_ids
+        """Ids the tokenizer knows; columns from here on are never sampled."""
+        self.device = torch.device(device)
+        self._uids: tuple[int, ...] = ()
+        self._columns: _Columns | None = None
+        self._counts: dict[int, _Counts] = {}
+
+    def sample(self, logits: Tensor, rows: Seq[Row]) -> Sampled:
+        """One id for each row of fp32 `logits` `[R, vocab]`, which it may overwrite."""
+        logits = logits[:, : self.num_ids]
+        lowest, highest = torch.aminmax(logits, dim=-1)
+        finite = (torch.isfinite(lowest) & torch.isfinite(highest)).tolist()
+        self._edit(logits, rows)
+        columns = self._columns_of(rows)
+        ids = logits.argmax(-1)
+        if columns.drawn.numel():
+            ids[columns.drawn] = _draw(logits[columns.drawn], columns, self._noise(rows, columns))
+        chosen = tuple(i if ok else None for i, ok in zip(ids.tolist(), finite, strict=True))
+        self._count(rows, chosen)
+        return Sampled(chosen)
+
+    def forget(self, uid: int) -> None:
+        """A choice has ended: keep nothing of it."""
+        self._counts.pop(uid, None)
+        if uid in self._uids:
+            self._uids, self._columns = (), None
+
+    def _columns_of(self, rows: Seq[Row]) -> _Columns:
+        uids = tuple(row.uid for row in rows)
+        if self._columns is None or uids != self._uids:
+            self._uids, self._columns = uids, _Columns.of(rows, self.device)
+        return self._columns
+
+    def _noise(self, rows: Seq[Row], columns: _Columns) -> Tensor:
+        drawn = [rows[i] for i in columns.drawn_rows]
+        keys = [(row.noise_seed, row.index, row.position) for row in drawn]
+        return torch.from_numpy(uniform(keys)).to(self.device)
+
+    # ── bias, penalties, bans ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _edit(self, logits: Tensor, rows: Seq[Row]) -> None:
+        for i, row in enumerate(rows):
+            params = row.params
+            if params.logit_bias:
+                ids, biases = zip(*params.logit_bias, strict=True)
+                logits[i, list(ids)] += torch.tensor(biases, device=self.device)
+            if _penalised(params):
+                self._counts_of(row).penalise(logits[i], params)
+            if row.position < params.min_tokens:
+                banned = sorted(row.eos_token_ids | params.stop_token_ids)
+                logits[i, [b for b in banned if b < self.num_ids]] = -torch.inf
+
+    def _counts_of(self, row: Row) -> _Counts:
+        counts = self._counts.get(row.uid)
+        if counts is None or counts.seen_tokens != len(row.tokens):
+            counts = self._counts[row.uid] = _Counts.of(row, self.num_ids, self.device)
+        return counts
+
+    def _count(self, rows: Seq[Row], chosen: tuple[int | None, ...]) -> None:
+        for row, token in zip(rows, chosen, strict=True):
+            if token is not None and row.uid in self._counts:
+                self._counts[row.uid].add(token)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The parameters of the rows that are drawn (temperature above 0), D of them, as tensors; rebuilt when rows change."""
+
+    drawn: Tensor
+    """int64 [D]: their places in the batch."""
+    drawn_rows: tuple[int, ...]
+    temperature: Tensor
+    """fp32 [D, 1]."""
+    top_k: Tensor
+    """int64 [D]; 0 where off."""
+    top_p: Tensor
+    """fp32 [D]."""
+    log_min_p: Tensor
+    """fp32 [D, 1]; -inf where off."""
+    ranked: tuple[int, ...]
+    """Which of the D need their highest logits sorted."""
+    max_top_k: int
+
+    @classmethod
+    def of(cls, rows: Seq[Row], device: torch.device) -> _Columns:
+        drawn = tuple(i for i, row in enumerate(rows) if row.params.temperature > 0)
+        params = [rows[i].params for i in drawn]
+
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)
+
+        return cls(
+            drawn=torch.tensor(drawn, dtype=torch.int64, device=device),
+            drawn_rows=drawn,
+            temperature=column([max(p.temperature, _MIN_TEMPERATURE) for p in params])[:, None],
+            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
+            top_p=column([p.top_p for p in params]),
+            log_min_p=column([p.min_p for p in params]).log()[:, None],
+            ranked=tuple(d for d, p in enumerate(params) if p.top_k > 0 or p.top_p < 1),
+            max_top_k=max((p.top_k for p in params), default=0),
+        )
+
+
+def _draw(logits: Tensor, columns: _Columns, noise: Tensor) -> Tensor:
+    """One id for each of the D rows: int64 [D]."""
+    # The highest logit becomes 0, so that a tiny temperature cannot overflow.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / columns.temperature
+    threshold = columns.log_min_p.clone()
+    if columns.ranked:
+        ranked = torch.tensor(columns.ranked, device=logits.device)
+        edge = _edges(scaled[ranked], columns.top_k[ranked], columns.top_p[ranked], columns.max_top_k)
+        threshold[ranked] = torch.maximum(threshold[ranked], edge)
+    weights = scaled.exp().masked_fill_(scaled < threshold, 0.0)
+    mass = weights.cumsum(-1, dtype=torch.float64)
+    target = noise[:, None] * mass[:, -1:]
+    return torch.searchsorted(mass, target, right=True).squeeze(-1)
+
+
+def _edges(scaled: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int) -> Tensor:
+    """The lowest scaled logit that top_k, then top_p leave in: fp32 [D, 1]. At least one id stays."""
+    num_ids = scaled.shape[-1]
+    width = min(num_ids, max(_TOP, max_top_k))
+    limit = torch.where(top_k > 0, top_k.clamp(max=num_ids), num_ids)
+    values = scaled.topk(width, dim=-1).values
+    total = torch.where(limit <= width, torch.inf, scaled.exp().sum(-1, dtype=torch.float64))
+    edge, found = _edge_in(values, limit, top_p, total)
+    if not bool(found.all()):
+        rest = (~found).nonzero().squeeze(-1)
+        everything = scaled[rest].sort(dim=-1, descending=True).values
+        edge[rest] = _edge_in(everything, limit[rest], top_p[rest], total[rest])[0]
+    return edge
+
+
+def _edge_in(values: Tensor, limit: Tensor, top_p: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """(edge [D, 1], whether it lies within `values` [D]); `values` [D, width] are the highest, descending.
+
+    `total` [D] is the mass that top_p is a share of; infinity means the mass of the first `limit` values.
+    """
+    width = values.shape[-1]
+    inside = torch.arange(width, device=values.device)[None, :] < limit[:, None]
+    mass = values.exp().masked_fill(~inside, 0.0).cumsum(-1, dtype=torch.float64)
+    wanted = top_p.double() * torch.where(torch.isinf(total), mass[:, -1], total)
+    # The first place where the mass reaches the wanted share; places past the limit can't be it.
+    place = torch.searchsorted(mass, wanted[:, None]).squeeze(-1)
+    last = (limit - 1).clamp(max=width - 1)
+    found = (place < width) | (limit <= width)
+    place = torch.where(top_p < 1, torch.minimum(place, last), last)
+    found = found & ((top_p < 1) | (limit <= width))
+    return values.gather(-1, place[:, None]), found
+
+
+def _penalised(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+@dataclass
+class _Counts:
+    """How often each id occurs: what the penalties of one row need."""
+
+    output: Tensor
+    """fp32 [ids]: occurrences in the output."""
+    seen: Tensor
+    """bool [ids]: occurs in prompt or output."""
+    seen_tokens: int
+    """Tokens counted so far, prompt included."""
+
+    @classmethod
+    def of(cls, row: Row, num_ids: int, device: torch.device) -> _Counts:
+        tokens = torch.tensor(row.tokens, dtype=torch.int64, device=device)
+        output = torch.bincount(tokens[row.num_prompt_tokens :], minlength=num_ids)[:num_ids]
+        seen = torch.bincount(tokens, minlength=num_ids)[:num_ids] > 0
+        return cls(output.float(), seen, len(row.tokens))
+
+    def add(self, token: int) -> None:
+        self.output[token] += 1
+        self.seen[token] = True
+        self.seen_tokens += 1
+
+    def penalise(self, logits: Tensor, params: SamplingParams) -> None:
+        """Repetition: prompt and output, once per distinct id. Presence and frequency: output only (OpenAI)."""
+        if params.repetition_penalty != 1:
+            scaled = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+            logits.copy_(torch.where(self.seen, scaled, logits))
+        if params.frequency_penalty:
+            logits.sub_(self.output, alpha=params.frequency_penalty)
+        if params.presence_penalty:
+            logits.sub_((self.output > 0).float(), alpha=params.presence_penalty)
+
+
+_MASK = (1 << 64) - 1
+
+
+def uniform(keys: Seq[tuple[int, int, int]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """A number in [0, 1) for each (seed, choice, position), with 52 random bits and no state.
+
+    52, not 53: times a total it then stays below that total even after rounding.
+
+    Two rounds of the finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
+    """
+    seeds, choices, positions = (np.array([k[i] & _MASK for k in keys], dtype=np.uint64) for i in range(3))
+    with np.errstate(over="ignore"):
+        x = _mix(seeds + (choices + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+        x = _mix(x + (positions + np.uint64(1)) * np.uint64(0xD1342543DE82EF95))
+    return (x >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def _mix(x: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
