@@ -52,11 +52,13 @@ def spread(values: Sequence[float]) -> str:
 
 def line(run: Run) -> str:
     """One run as one line."""
-    return (
-        f"{run.name:<14} {run.requests} requests, in {run.prompt_tokens}, out {run.output_tokens}: {run.seconds:.1f} s, "
-        f"{run.output_rate:.1f} out tok/s, {run.total_rate:.1f} total tok/s; first token {spread(run.first_token)} ms, "
-        f"between tokens ({run.gaps}) {spread(run.inter_token)} ms (p50/p90/p99){run.note}"
+    asked = f"{run.requests} requests, in {run.prompt_tokens}, out {run.output_tokens}"
+    rates = f"{run.seconds:.1f} s, {run.output_rate:.1f} out tok/s, {run.total_rate:.1f} total tok/s"
+    latency = (
+        f"first token {spread(run.first_token)} ms, between tokens ({run.gaps}) {spread(run.inter_token)} ms "
+        f"(p50/p90/p99{run.note})"
     )
+    return f"{run.name:<14} {asked}: {rates}; {latency}"
 
 
 def ratio(queued: Sequence[Run], direct: Sequence[Run]) -> float:

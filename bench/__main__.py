@@ -1,0 +1,85 @@
+"""`python -m bench`: one command for each measured claim."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from bench import measure, offline, queued
+from bench.workloads import WORKLOADS, Item
+from engine.engine import Engine
+from worker.cli import settings_from
+from worker.service import build
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="The measured claims of tokenmill.")
+
+
+@app.callback()
+def _commands() -> None:
+    """Keeps `engine` a command of its own while it is the only one."""
+
+
+@app.command()
+def engine(
+    workload: Annotated[str, typer.Option(help=" | ".join(WORKLOADS))] = "mixed",
+    only: Annotated[str | None, typer.Option(help="offline | redis. Default: both in turn, and their ratio.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured runs of each kind; they alternate.")] = 1,
+    readers: Annotated[bool, typer.Option(help="Read all token streams while they grow, and time them there.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N requests of the workload.")] = None,
+    model: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "smollm2-135m",
+    dtype: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "auto",
+    kv_cache_memory: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "2GiB",
+    max_model_len: Annotated[int, typer.Option(help="As for `tokenmill worker`.")] = 2048,
+) -> None:
+    """Run a workload by calling the engine and through Redis; greedy, EOS ignored, exact output lengths."""
+    if workload not in WORKLOADS:
+        raise typer.BadParameter(f"unknown workload {workload!r}; known: {', '.join(WORKLOADS)}")
+    if only not in (None, "offline", "redis"):
+        raise typer.BadParameter(f"--only is offline or redis, not {only!r}")
+    items = WORKLOADS[workload]()[:limit]
+    options = {"model": model, "dtype": dtype, "kv_cache_memory": kv_cache_memory, "max_model_len": str(max_model_len)}
+    print(_machine())
+    direct: list[measure.Run] = []
+    through: list[measure.Run] = []
+    with contextlib.ExitStack() as exits:
+        built = None if only == "redis" else _engine(options)
+        stack = None if only == "offline" else exits.enter_context(queued.stack(_command_line(options)))
+        for number in range(rounds):
+            if built is not None:
+                direct.append(offline.run(built, items, f"round-{number}"))
+                print(measure.line(direct[-1]), flush=True)
+            if stack is not None:
+                through.append(stack.run(items, f"round-{number}", readers))
+                print(measure.line(through[-1]), flush=True)
+    if direct and through:
+        print(f"{workload}: through Redis / offline = {measure.ratio(through, direct):.3f}")
+
+
+def _engine(options: dict[str, str]) -> Engine:
+    """The engine exactly as the worker would build it, after one small request."""
+    built, _ = build(settings_from(options))
+    offline.run(built, [Item((7,) * 20, 4)], "warm-up")
+    return built
+
+
+def _command_line(options: dict[str, str]) -> list[str]:
+    return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
+
+
+def _machine() -> str:
+    """What the numbers were taken on."""
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu)
+    return f"{cpu}, {os.cpu_count()} cores; torch {torch.__version__}, {torch.get_num_threads()} threads"
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m bench")

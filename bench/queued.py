@@ -1,0 +1,152 @@
+"""A workload through Redis: a real server, a real worker process, and this process as the producer."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import orjson
+import redis
+
+from bench.measure import Run
+from bench.workloads import Item
+from producer.protocol.connection import blocking_client, command_client
+from producer.protocol.keys import Keys
+from producer.protocol.result import Result, Status
+from tests.support import running_redis
+from worker.child import WorkerProcess, worker_process
+
+QUEUE = "bench"
+POLL = 0.01
+"""Seconds between two looks at the lanes' lengths."""
+
+
+class BenchError(RuntimeError):
+    """A run that proves nothing; the message says why."""
+
+
+@dataclass
+class Stack:
+    """A server and a worker that has answered its first job."""
+
+    client: redis.Redis
+    reader: redis.Redis
+    worker: WorkerProcess
+    keys: Keys
+
+    def run(self, items: list[Item], salt: str, readers: bool) -> Run:
+        """Enqueue all items at once and wait until the last one has its result.
+
+        Args:
+            salt: Keeps the prefix cache of one round out of the next.
+            readers: Whether this process reads all streams while they grow.
+        """
+        ids = [uuid.uuid4().hex for _ in items]
+        start = time.monotonic()
+        self._enqueue(ids, items, salt)
+        arrivals = self._read(ids) if readers else {}
+        self._wait(max(600.0, 2.0 * len(items)))
+        seconds = time.monotonic() - start
+        results = [self._result(job, item) for job, item in zip(ids, items, strict=True)]
+        run = Run(
+            name="through Redis",
+            requests=len(items),
+            prompt_tokens=sum(len(item.prompt) for item in items),
+            output_tokens=sum(item.output_tokens for item in items),
+            seconds=seconds,
+        )
+        if readers:
+            _seen_by_readers(run, start, arrivals)
+        else:
+            _told_by_results(run, results)
+        return run
+
+    def _enqueue(self, ids: list[str], items: list[Item], salt: str) -> None:
+        pipe = self.client.pipeline(transaction=False)
+        for job, item in zip(ids, items, strict=True):
+            body = {
+                "prompt": item.prompt,
+                "max_tokens": item.output_tokens,
+                "min_tokens": item.output_tokens,
+                "ignore_eos": True,
+                "temperature": 0,
+                "cache_salt": salt,
+            }
+            pipe.xadd(self.keys.lane("normal"), {"id": job, "body": orjson.dumps(body)})
+        pipe.execute()
+
+    def _wait(self, timeout: float) -> None:
+        """Until the lanes are empty: every job has its result."""
+        deadline = time.monotonic() + timeout
+        while sum(int(self.client.xlen(lane)) for lane in self.keys.lanes):
+            self.worker.check()
+            if time.monotonic() > deadline:
+                raise BenchError(f"jobs are still in the queue after {timeout:.0f} s:\n{self.worker.last_words()}")
+            time.sleep(POLL)
+
+    def _read(self, ids: list[str]) -> dict[str, list[tuple[float, int]]]:
+        """Read all streams to their `final`; per job the moments at which tokens came in, and how many."""
+        last = {self.keys.out(job).encode(): b"0" for job in ids}
+        seen: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        while last:
+            self.worker.check()
+            for stream, entries in self.reader.xread(dict(last), block=1000) or ():
+                now = time.monotonic()
+                last[stream] = entries[-1][0]
+                for _, fields in entries:
+                    if fields[b"type"] == b"token":
+                        seen[stream.decode()].append((now, int(fields[b"tokens"])))
+                    elif fields[b"type"] == b"final":
+                        del last[stream]
+        return seen
+
+    def _result(self, job: str, item: Item) -> Result:
+        raw = self.client.get(self.keys.result(job))
+        if raw is None:
+            raise BenchError(f"{job} left the queue without a result")
+        result = Result.from_json(raw)
+        if result.status is not Status.SUCCEEDED or result.usage.completion_tokens != item.output_tokens:
+            raise BenchError(f"{job} was to give {item.output_tokens} tokens and ended as {result}")
+        return result
+
+
+def _seen_by_readers(run: Run, start: float, arrivals: dict[str, list[tuple[float, int]]]) -> None:
+    for events in arrivals.values():
+        run.first_token.append(events[0][0] - start)
+        for (before, _), (now, count) in itertools.pairwise(events):
+            run.inter_token += [(now - before) / count] * count
+    run.note = ", as read from the streams"
+
+
+def _told_by_results(run: Run, results: list[Result]) -> None:
+    run.gaps = "mean"
+    for result in results:
+        first, total = result.timings.first_token_ms, result.timings.total_ms
+        if first is None or total is None:
+            raise BenchError(f"{result.id} has no timings")
+        run.first_token.append(first / 1000)
+        tokens = result.usage.completion_tokens or 0
+        if tokens > 1:
+            run.inter_token.append((total - first) / 1000 / (tokens - 1))
+    run.note = ", as the worker measured it"
+
+
+@contextlib.contextmanager
+def stack(options: list[str]) -> Iterator[Stack]:
+    """A server with an append-only file and a worker with these options, for the length of the block."""
+    with contextlib.ExitStack() as exits:
+        folder = exits.enter_context(TemporaryDirectory(prefix="tokenmill-bench-"))
+        server = exits.enter_context(running_redis(Path(folder)))
+        worker = exits.enter_context(worker_process("--redis", server.url, "--queue", QUEUE, *options))
+        client = exits.enter_context(command_client(server.url))
+        reader = exits.enter_context(blocking_client(server.url, block_ms=1000))
+        made = Stack(client, reader, worker, Keys(QUEUE))
+        made.run([Item((7,) * 20, 4)], "warm-up", readers=False)
+        yield made
