@@ -1,0 +1,181 @@
+"""An engine and a model without weights, with the interfaces of the real ones: text is a function of the prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from engine.outputs import ChoiceResult, Delta, EngineStats, Fault, Finished, Outcome, StepOutput
+from engine.request import InvalidRequest, PromptTooLong, Request
+from engine.sequence import FinishReason
+
+POISON = 66
+"""A prompt holding this id fails in the engine."""
+
+
+class FakeTokenizer:
+    """One id a byte."""
+
+    size = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: Any, tools: Any = None, **template_kwargs: Any) -> list[int]:
+        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+@dataclass
+class FakeModel:
+    name: str = "fake"
+    tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
+    generation: Any = field(
+        default_factory=lambda: SimpleNamespace(
+            eos_token_ids=frozenset({0}), temperature=None, top_p=None, top_k=None, min_p=None, repetition_penalty=None
+        )
+    )
+    max_model_len: int = 256
+
+
+@dataclass
+class _Live:
+    request: Request
+    started: bool = False
+    tokens: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokens = [[] for _ in range(self.request.params.n)]
+
+
+def text_of(prompt: Sequence[int], choice: int, count: int) -> str:
+    """What the fake engine answers."""
+    return "".join(f"{(sum(prompt) + choice + n) % 97} " for n in range(count))
+
+
+class FakeEngine:
+    """A token a step for each running choice; not thread-safe, as the real one."""
+
+    def __init__(self, max_num_seqs: int = 8, capacity: int = 256, step_seconds: float = 0.0) -> None:
+        self.gate: Callable[[list[Request]], None] | None = None
+        self.max_num_seqs = max_num_seqs
+        self.capacity = capacity
+        self.step_seconds = step_seconds
+        self.steps = 0
+        self.computed: list[str] = []
+        """Every request id that ever got a token, once a token."""
+        self._live: dict[str, _Live] = {}
+        self._cancelled: list[str] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    def limit_tokens(self, prompt_tokens: int, asked: int | None) -> int:
+        room = self.capacity - prompt_tokens
+        if room < 1:
+            raise PromptTooLong(f"the prompt has {prompt_tokens} tokens, at most {self.capacity - 1} fit")
+        return room if asked is None else min(asked, room)
+
+    def validate(self, request: Request) -> None:
+        if any(not 0 <= i < 256 for i in request.prompt):
+            raise InvalidRequest("prompt: a token id is out of range")
+
+    def add(self, request: Request) -> None:
+        if request.id in self._live:
+            raise InvalidRequest(f"{request.id} runs already")
+        self._live[request.id] = _Live(request)
+
+    def cancel(self, request_id: str) -> None:
+        if request_id in self._live and request_id not in self._cancelled:
+            self._cancelled.append(request_id)
+
+    def drop(self, request_id: str) -> None:
+        self._live.pop(request_id, None)
+        if request_id in self._cancelled:
+            self._cancelled.remove(request_id)
+
+    def stats(self) -> EngineStats:
+        running = sum(live.started for live in self._live.values())
+        return EngineStats(
+            waiting=len(self._live) - running,
+            running=running,
+            total_blocks=64,
+            free_blocks=64 - running,
+            steps=self.steps,
+        )
+
+    def check_integrity(self) -> None:
+        if self._cancelled:
+            raise RuntimeError("cancels left over at idle")
+
+    def step(self) -> StepOutput:
+        self.steps += 1
+        finished = self._sweep()
+        self._admit()
+        finished += self._sweep()
+        deltas: list[Delta] = []
+        running = [live for live in self._live.values() if live.started]
+        if running and self.step_seconds:
+            time.sleep(self.step_seconds)
+        for live in running:
+            deltas += self._advance(live)
+            ended = self._ended(live)
+            if ended is not None:
+                finished.append(ended)
+        return StepOutput(tuple(deltas), tuple(finished))
+
+    def _sweep(self) -> list[Finished]:
+        now = time.monotonic()
+        out = [self._end(self._live[i], Outcome.CANCELLED, FinishReason.CANCELLED) for i in self._cancelled]
+        self._cancelled.clear()
+        late = [x for x in self._live.values() if x.request.deadline is not None and x.request.deadline <= now]
+        return out + [self._end(live, Outcome.EXPIRED, FinishReason.EXPIRED) for live in late]
+
+    def _admit(self) -> None:
+        free = self.max_num_seqs - sum(live.started for live in self._live.values())
+        new = [live for live in self._live.values() if not live.started][: max(free, 0)]
+        for live in new:
+            live.started = True
+        if new and self.gate is not None:
+            self.gate([live.request for live in new])
+
+    def _advance(self, live: _Live) -> list[Delta]:
+        request = live.request
+        self.computed.append(request.id)
+        out = []
+        for index, tokens in enumerate(live.tokens):
+            value = (sum(request.prompt) + index + len(tokens)) % 97
+            tokens.append(value)
+            out.append(Delta(request.id, index, f"{value} ", (value,)))
+        return out
+
+    def _ended(self, live: _Live) -> Finished | None:
+        if POISON in live.request.prompt:
+            return self._end(live, Outcome.FAILED, FinishReason.ERROR, Fault.INTERNAL)
+        if len(live.tokens[0]) >= live.request.params.max_tokens:
+            return self._end(live, Outcome.SUCCEEDED, FinishReason.LENGTH)
+        return None
+
+    def _end(self, live: _Live, outcome: Outcome, reason: FinishReason, fault: Fault | None = None) -> Finished:
+        request = live.request
+        del self._live[request.id]
+        choices = tuple(
+            ChoiceResult(i, text_of(request.prompt, i, len(t)), reason, None, tuple(t))
+            for i, t in enumerate(live.tokens)
+        )
+        return Finished(
+            request.id,
+            outcome,
+            choices,
+            len(request.prompt),
+            sum(map(len, live.tokens)),
+            0,
+            fault,
+            "poisoned" if fault else None,
+        )

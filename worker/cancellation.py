@@ -1,0 +1,53 @@
+"""The cancellation thread: one MGET of the cancel keys of all held jobs, every poll."""
+
+from __future__ import annotations
+
+import threading
+
+import redis
+import structlog
+
+from producer.protocol.connection import REDIS_DOWN
+from producer.protocol.keys import Keys
+from worker.held import Held
+from worker.loop import Cancel, EngineLoop
+
+log = structlog.get_logger(__name__)
+
+_REASON_BYTES = 256
+
+
+class Canceller:
+    """Tells the engine of every held job whose cancel key exists.
+
+    It says so again at each poll until the job has ended: a message that overtakes its job's own way into the engine
+    is lost on nobody.
+    """
+
+    def __init__(
+        self, client: redis.Redis, keys: Keys, held: Held, loop: EngineLoop, stop: threading.Event, poll_s: float
+    ) -> None:
+        self._client = client
+        self._keys = keys
+        self._held = held
+        self._loop = loop
+        self._stop = stop
+        self._poll_s = poll_s
+
+    def run(self) -> None:
+        """Poll until `stop` is set."""
+        while not self._stop.wait(self._poll_s):
+            try:
+                self.poll()
+            except REDIS_DOWN as error:
+                log.debug("cancel keys not read", error=str(error))
+
+    def poll(self) -> None:
+        """One look at all cancel keys."""
+        jobs = self._held.all()
+        if not jobs:
+            return
+        for job, reason in zip(jobs, self._client.mget([self._keys.cancel(job.id) for job in jobs]), strict=True):
+            if reason is not None:
+                job.cancel_reason = bytes(reason)[:_REASON_BYTES].decode("utf-8", "replace")
+                self._loop.post(Cancel(job.handle))

@@ -1,0 +1,160 @@
+"""The engine's thread: takes messages in, steps, gives outputs out. Nothing else in the worker touches the engine."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.outputs import EngineStats, StepOutput
+from engine.request import Request, RequestError
+
+
+class EngineLike(Protocol):
+    """What the worker needs of `engine.engine.Engine`."""
+
+    gate: Callable[[list[Request]], None] | None
+
+    @property
+    def has_work(self) -> bool: ...
+    def limit_tokens(self, prompt_tokens: int, asked: int | None) -> int: ...
+    def validate(self, request: Request) -> None: ...
+    def add(self, request: Request) -> None: ...
+    def cancel(self, request_id: str) -> None: ...
+    def drop(self, request_id: str) -> None: ...
+    def step(self) -> StepOutput: ...
+    def stats(self) -> EngineStats: ...
+    def check_integrity(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Run this; it was validated."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End this; its `Finished` comes out."""
+
+    handle: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Forget this; nothing comes out."""
+
+    handle: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The engine did not take an `Add`; the message is for the job's sender."""
+
+    handle: str
+    message: str
+
+
+Message = Add | Cancel | Drop
+Output = StepOutput | Refused
+
+BACKLOG = 256
+"""Steps whose output may wait for the publisher; then the engine waits for it: an outage costs bounded memory."""
+
+
+class EngineLoop:
+    """Owns the engine while `run` runs."""
+
+    def __init__(self, engine: EngineLike, stop: threading.Event) -> None:
+        self.engine = engine
+        self.outbox: queue.Queue[Output] = queue.Queue(BACKLOG)
+        self.stats: EngineStats = engine.stats()
+        """As of the last step."""
+        self.step_since: float | None = None
+        """`time.monotonic()` at which the step under way began; None between steps."""
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._later: list[Request] = []
+        self._later_at = 0.0
+        self._stop = stop
+        self._dirty = False
+
+    def post(self, message: Message) -> None:
+        """Hand a message to the engine; from any thread."""
+        self._inbox.put(message)
+
+    def wake(self) -> None:
+        """Make a sleeping loop look at `stop`."""
+        self._inbox.put(None)
+
+    def defer(self, request: Request, seconds: float) -> None:
+        """Add this again in a while; called by the gate, on the engine's own thread."""
+        self._later.append(request)
+        self._later_at = time.monotonic() + seconds
+
+    def run(self) -> None:
+        """Step while there is work, sleep while there is none; returns when `stop` is set."""
+        while not self._stop.is_set():
+            self._take_in()
+            if self.engine.has_work or self._dirty:
+                self._step()
+
+    def _step(self) -> None:
+        self._dirty = False
+        self.step_since = time.monotonic()
+        output = self.engine.step()
+        self.step_since = None
+        self.stats = self.engine.stats()
+        if output:
+            self._give(output)
+        if not self.engine.has_work:
+            self.engine.check_integrity()
+
+    def _take_in(self) -> None:
+        """Apply all messages there are; sleep for one when there is nothing to compute."""
+        if self._later and time.monotonic() >= self._later_at:
+            later, self._later = self._later, []
+            for request in later:
+                self._apply(Add(request))
+        idle = not (self.engine.has_work or self._dirty)
+        timeout = max(0.0, self._later_at - time.monotonic()) if self._later else None
+        try:
+            message = self._inbox.get(block=idle, timeout=timeout)
+            while True:
+                if message is not None:
+                    self._apply(message)
+                message = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _apply(self, message: Message) -> None:
+        match message:
+            case Add(request):
+                try:
+                    self.engine.add(request)
+                except RequestError as error:
+                    self._give(Refused(request.id, str(error)))
+            case Cancel(handle):
+                self._recall(handle)
+                self.engine.cancel(handle)
+            case Drop(handle):
+                self._recall(handle)
+                self.engine.drop(handle)
+        self._dirty = True
+
+    def _recall(self, handle: str) -> None:
+        """Give the engine a deferred request back at once, so that it can end it."""
+        for request in [r for r in self._later if r.id == handle]:
+            self._later.remove(request)
+            self.engine.add(request)
+
+    def _give(self, output: Output) -> None:
+        while not self._stop.is_set():
+            try:
+                self.outbox.put(output, timeout=0.2)
+            except queue.Full:
+                continue
+            return

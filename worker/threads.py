@@ -1,0 +1,79 @@
+"""Threads that cannot die in silence, and the main thread's mailbox."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from worker.exits import Exit
+
+log = structlog.get_logger(__name__)
+
+
+class Fatal(Exception):
+    """Ends the worker with the given exit status."""
+
+    def __init__(self, status: Exit, message: str) -> None:
+        self.status = status
+        super().__init__(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The worker shall end; `status` is what its process returns."""
+
+    status: Exit
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """A SIGTERM or SIGINT came in."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The model is loaded."""
+
+
+Note = Stop | Signal | Ready
+
+
+class Mailbox:
+    """What the main thread sleeps on. `put` may be called in a signal handler: a SimpleQueue's put is re-entrant."""
+
+    def __init__(self) -> None:
+        self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
+
+    def put(self, note: Note) -> None:
+        self._notes.put(note)
+
+    def get(self, timeout: float | None = None) -> Note | None:
+        """The next note, or None after `timeout` seconds."""
+        try:
+            return self._notes.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+
+def spawn(name: str, target: Callable[[], None], mailbox: Mailbox) -> threading.Thread:
+    """Start a daemon thread whose death by an exception is logged and ends the worker."""
+
+    def guarded() -> None:
+        try:
+            target()
+        except Fatal as error:
+            log.error(str(error), thread=name)
+            mailbox.put(Stop(error.status))
+        except BaseException:
+            log.exception("a thread of the worker died", thread=name)
+            mailbox.put(Stop(Exit.ERROR))
+
+    thread = threading.Thread(target=guarded, name=name, daemon=True)
+    thread.start()
+    return thread

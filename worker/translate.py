@@ -1,0 +1,163 @@
+"""From an entry of a lane to a `Request` of the engine; whatever a sender can get wrong ends here, as a `JobError`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from engine.request import InvalidRequest, PromptTooLong, Request, SamplingParams
+from producer.protocol.body import Body, parse_body
+from producer.protocol.errors import ErrorCode, JobError
+from producer.protocol.job import JobEntry
+from worker.held import Job
+from worker.settings import Settings
+
+LONGEST_TOKEN = 256
+"""Bytes of text that one token may stand for; what is longer than the context at that rate is not even tokenised."""
+
+_NOT_YET = ("logprobs", "prompt_logprobs", "response_format", "structured_outputs")
+_OPERATORS = frozenset(
+    {"chat_template", "tokenize", "tokenizer", "conversation", "messages", "tools", "return_dict", "return_tensors"}
+    | {"padding", "truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask", "documents"}
+)
+"""Arguments of the template machinery that a sender must not reach through `chat_template_kwargs`."""
+
+
+class TokenizerLike(Protocol):
+    """What the worker needs of `engine.models.chat.Tokenizer`."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def encode_chat(self, messages: Any, tools: Any = None, **template_kwargs: Any) -> list[int]: ...
+
+
+class ModelLike(Protocol):
+    """What the worker needs of `engine.models.loading.LoadedModel`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def generation(self) -> Any: ...
+
+
+class Limits(Protocol):
+    """The two pure methods of the engine."""
+
+    def limit_tokens(self, prompt_tokens: int, asked: int | None) -> int: ...
+    def validate(self, request: Request) -> None: ...
+
+
+class Translator:
+    """Knows the model's defaults and limits. Pure: any thread may call it."""
+
+    def __init__(self, settings: Settings, engine: Limits, model: ModelLike, chat_error: type[Exception]) -> None:
+        """`chat_error`: what the tokenizer raises when a template refuses its messages."""
+        self.served = settings.served_model_name or (model.name,)
+        self._settings = settings
+        self._engine = engine
+        self._tokenizer: TokenizerLike = model.tokenizer
+        self._generation = model.generation
+        self._chat_error = chat_error
+
+    def request(self, job: Job, entry: JobEntry, priority: int, deadline: float | None) -> Request:
+        """Read the body and build the request; notes on `job` what its result will report.
+
+        Raises:
+            JobError: with the code for the job's sender.
+        """
+        if entry.callback is not None:
+            raise JobError(ErrorCode.INVALID_REQUEST, "callback: its host is not on this worker's list")
+        if deadline is not None and deadline <= time.monotonic():
+            raise JobError(ErrorCode.DEADLINE_EXCEEDED, f"ttl_ms: {entry.ttl_ms} ms were over before the job was read")
+        body = parse_body(entry.body, self._settings.max_body_bytes)
+        self._check_supported(body)
+        job.token_ids = bool(body.return_token_ids)
+        try:
+            prompt = self._prompt(body)
+            job.prompt_tokens = len(prompt)
+            request = Request(
+                id=job.handle,
+                prompt=prompt,
+                params=self._params(job, body, len(prompt)),
+                priority=priority,
+                deadline=deadline,
+                cache_salt=body.cache_salt or "",
+            )
+            self._engine.validate(request)
+        except PromptTooLong as error:
+            raise JobError(ErrorCode.PROMPT_TOO_LONG, f"prompt: {error}") from None
+        except InvalidRequest as error:
+            raise JobError(ErrorCode.INVALID_REQUEST, str(error)) from None
+        return request
+
+    def _check_supported(self, body: Body) -> None:
+        if body.model is not None and body.model not in self.served:
+            raise JobError(ErrorCode.MODEL_MISMATCH, f"model: this worker serves {', '.join(self.served)}")
+        asked = (body.top_logprobs_count, body.prompt_logprobs, body.response_format, body.structured_outputs)
+        for name, value in zip(_NOT_YET, asked, strict=True):
+            if value is not None and not (name == "response_format" and body.structure is None):
+                raise JobError(ErrorCode.INVALID_REQUEST, f"{name}: not supported by this version of the worker")
+
+    def _prompt(self, body: Body) -> Sequence[int]:
+        if isinstance(body.prompt, list):
+            return body.prompt
+        if body.prompt is not None:
+            self._check_length(len(body.prompt.encode()))
+            return self._tokenizer.encode(body.prompt)
+        chat = body.chat or []
+        self._check_length(sum(len(str(message.get("content") or "").encode()) for message in chat))
+        kwargs = body.chat_template_kwargs or {}
+        for name in kwargs:
+            if name in _OPERATORS:
+                raise JobError(ErrorCode.INVALID_REQUEST, f"chat_template_kwargs: {name} cannot be set by a job")
+        try:
+            return self._tokenizer.encode_chat(chat, body.tools, **kwargs)
+        except self._chat_error as error:
+            raise JobError(ErrorCode.INVALID_REQUEST, f"messages: {error}") from None
+
+    def _check_length(self, size: int) -> None:
+        """Refuse what cannot fit before a tokenizer spends seconds on it."""
+        try:
+            self._engine.limit_tokens(size // LONGEST_TOKEN, None)
+        except PromptTooLong:
+            raise JobError(
+                ErrorCode.PROMPT_TOO_LONG, f"prompt: its {size} bytes cannot fit into this worker's context"
+            ) from None
+
+    def _params(self, job: Job, body: Body, prompt_tokens: int) -> SamplingParams:
+        """The body's values, then the model's generation config, then OpenAI's defaults."""
+        room = self._engine.limit_tokens(prompt_tokens, self._settings.max_output_tokens)
+        asked = body.output_limit
+        limit = room if asked is None else min(asked, room)
+        least = min(body.min_tokens or 0, limit)
+        if asked is not None and limit < asked:
+            job.clamped["max_tokens"] = limit
+        if least < (body.min_tokens or 0):
+            job.clamped["min_tokens"] = least
+        top_k = self._default(body, "top_k", 0)
+        return SamplingParams(
+            max_tokens=limit,
+            min_tokens=least,
+            temperature=self._default(body, "temperature", 1.0),
+            top_p=self._default(body, "top_p", 1.0),
+            top_k=max(top_k, 0),
+            min_p=self._default(body, "min_p", 0.0),
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=self._default(body, "repetition_penalty", 1.0),
+            logit_bias=body.bias,
+            seed=body.seed,
+            stop=body.stops,
+            stop_token_ids=frozenset(body.stop_token_ids or ()),
+            ignore_eos=bool(body.ignore_eos),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            n=body.n or 1,
+        )
+
+    def _default(self, body: Body, name: str, openai: Any) -> Any:
+        for value in (getattr(body, name), getattr(self._generation, name, None)):
+            if value is not None:
+                return value
+        return openai
