@@ -56,7 +56,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def block_hash(self, seq: Sequence, i: int) -> bytes:
-        """The chained 128-bit hash of full block `i`: a function of all token ids up to its end and of the cache salt."""
+        """The chained 128-bit hash of full block `i`: a function of all ids up to its end and of the cache salt."""
         size, memo = self.block_size, seq.block_hashes
         while len(memo) <= i:
             parent = memo[-1] if memo else _ROOT + seq.request.cache_salt.encode()
@@ -76,7 +76,7 @@ class BlockManager:
         return hits
 
     def room_for(self, num_tokens: int, hits: list[int]) -> int:
-        """Free blocks that would be left after giving `num_tokens` tokens to a new sequence with these hits; may be < 0."""
+        """Free blocks left if a new sequence with these hits got room for `num_tokens` tokens; may be negative."""
         revived = sum(1 for block in hits if not self._refs[block])
         return len(self._free) - revived - (self.blocks_for(num_tokens) - len(hits))
 
@@ -99,7 +99,7 @@ class BlockManager:
         return True
 
     def register(self, seq: Sequence, start: int) -> None:
-        """Make the full blocks that the tokens computed since `start` completed findable (call it after their forward)."""
+        """Make findable the full blocks that tokens computed since `start` completed; call it after their forward."""
         if not self.prefix_caching:
             return
         for i in range(start // self.block_size, seq.num_computed_tokens // self.block_size):

@@ -46,7 +46,8 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
         num_blocks = budget // backend.block_bytes
         if num_blocks < 1:
             raise ValueError(
-                f"{budget} bytes of KV cache hold no block: one of {config.block_size} tokens takes {backend.block_bytes}"
+                f"{budget} bytes of KV cache hold no block: "
+                f"one of {config.block_size} tokens takes {backend.block_bytes}"
             )
     config = dataclasses.replace(config, num_blocks=num_blocks, max_model_len=loaded.max_model_len)
     backend.bind(torch.empty((num_blocks, backend.block_bytes), dtype=torch.uint8, device=loaded.device))

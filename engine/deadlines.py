@@ -20,7 +20,7 @@ class Deadlines:
             heapq.heappush(self._heap, (request.deadline, request.arrival, request.id))
 
     def due(self, now: float, live: Mapping[str, Request]) -> Iterator[str]:
-        """The live requests whose deadline has passed; each is given once. A later request of the same id is another."""
+        """The live requests whose deadline has passed, each once; a later request of the same id is another."""
         while self._heap and self._heap[0][0] <= now:
             _, arrival, request_id = heapq.heappop(self._heap)
             if request_id in live and live[request_id].arrival == arrival:

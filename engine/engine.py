@@ -61,8 +61,8 @@ class Engine:
         self.config = config
         self.scheduler = Scheduler(config)
         self.gate: Callable[[list[Request]], None] | None = None
-        """Called before the forward with requests that run for the first time. It may `cancel` or `drop` them; the step is
-        then planned anew without them, and no token is computed for them."""
+        """Called before the forward with requests that run for the first time. It may `cancel` or `drop` them; the step
+        is then planned anew without them, and no token is computed for them."""
         self._runner = runner
         self._decode = decode
         self._num_ids = num_ids
@@ -132,10 +132,12 @@ class Engine:
         self._arrivals += 1
         self._requests[request.id] = request
         params = request.params
-        for index in range(params.n):
-            text = TextStream(self._decode, params.stop, params.skip_special_tokens)
-            request.sequences.append(Sequence(request, index, text))
-            self.scheduler.add(request.sequences[-1])
+        request.sequences = [
+            Sequence(request, index, TextStream(self._decode, params.stop, params.skip_special_tokens))
+            for index in range(params.n)
+        ]
+        for seq in request.sequences:
+            self.scheduler.add(seq)
         self._deadlines.add(request)
 
     def cancel(self, request_id: str) -> None:

@@ -14,11 +14,8 @@ class Slice:
     seq: Sequence
     start: int
     count: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether this reaches the last known token, so that the next one is sampled from its logits."""
-        return self.start + self.count == self.seq.num_tokens
+    samples: bool
+    """Whether this reaches the last known token, so that the next one is sampled from its logits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ Rank = tuple[int, int, int]
 
 
 def rank(seq: Sequence) -> Rank:
-    """The order of service: by lane, then by arrival, then by choice. Unique, and the same before and after a preemption."""
+    """The order of service: lane, then arrival, then choice. Unique, and the same before and after a preemption."""
     return (seq.request.priority, seq.request.arrival, seq.index)
 
 

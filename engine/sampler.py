@@ -1,11 +1,11 @@
 """Chooses the next id of each row, vectorised over the batch.
 
-Order: ids that the tokenizer lacks are cut off → logit_bias → repetition, frequency and presence penalties → ids banned by
-`min_tokens` → temperature → top_k → top_p → min_p → one draw. Temperature 0 takes the highest logit before temperature.
+Order: ids that the tokenizer lacks are cut off → logit_bias → repetition, frequency and presence penalties → ids banned
+by `min_tokens` → temperature → top_k → top_p → min_p → one draw. Temperature 0 takes the highest logit after the bans.
 
-A draw inverts the cumulative distribution at one number in [0, 1) that depends on (seed, choice, position) alone, so that a
-row's neighbours, its place in the batch and a preemption don't matter. Filters become one threshold a row, and ids are
-summed in their own order: ties at an edge are all kept, and no order of equal logits can leak into the text.
+A draw inverts the cumulative distribution at one number in [0, 1) that depends on (seed, choice, position) alone, so
+that a row's neighbours, its place in the batch and a preemption don't matter. Filters become one threshold a row, and
+ids are summed in their own order: ties at an edge are all kept, and no order of equal logits can leak into the text.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class _Columns:
-    """The parameters of the rows that are drawn (temperature above 0), D of them, as tensors; rebuilt when rows change."""
+    """The parameters of the D rows that are drawn (temperature above 0), as tensors; rebuilt when rows change."""
 
     drawn: Tensor
     """int64 [D]: their places in the batch."""
@@ -252,7 +252,8 @@ def uniform(keys: Seq[tuple[int, int, int]]) -> np.ndarray[tuple[int], np.dtype[
 
     52, not 53: times a total it then stays below that total even after rounding.
 
-    Two rounds of the finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
+    Two rounds of the finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators,
+    2014).
     """
     seeds, choices, positions = (np.array([k[i] & _MASK for k in keys], dtype=np.uint64) for i in range(3))
     with np.errstate(over="ignore"):

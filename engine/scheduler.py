@@ -3,8 +3,8 @@
 One rule: a step moves every running sequence's `num_computed_tokens` towards its `num_tokens`, under one token budget.
 Decoding, chunked prefill, prefix hits and recomputing after a preemption are all cases of it.
 
-`schedule()` reserves blocks and changes statuses, nothing else, and returns an immutable `Plan` that ends in exactly one
-`commit(plan)` or `abandon(plan)`.
+`schedule()` reserves blocks and changes statuses, nothing else, and returns an immutable `Plan` that ends in exactly
+one `commit(plan)` or `abandon(plan)`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ class Scheduler:
                     preempted.append(loser)
         if not preempted:
             self._admit(budget, planned, admitted, only)
-        slices = tuple(Slice(seq, seq.num_computed_tokens, count) for seq, count in planned.items())
+        slices = tuple(
+            Slice(seq, seq.num_computed_tokens, count, samples=count == seq.num_uncomputed_tokens)
+            for seq, count in planned.items()
+        )
         return Plan(slices, admitted=tuple(admitted), preempted=tuple(preempted))
 
     def _in_turn(self, only: Request | None) -> Iterator[Sequence]:
@@ -143,6 +146,7 @@ class Scheduler:
         self.blocks.allocate(seq, seq.num_computed_tokens + count)
         seq.move_to(SequenceStatus.RUNNING)
         self.num_waiting -= 1
+        self._compact()
         bisect.insort(self.running, seq, key=policy.rank)
         if self.blocks.prefix_caching:
             for i in range(len(hits), seq.num_tokens // self.config.block_size):

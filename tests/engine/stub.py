@@ -1,0 +1,188 @@
+"""A model without weights whose text betrays every mistake in memory.
+
+Its KV entry of a token is an integer that depends on the token and its position; its logits are an exact hash of all
+entries that it reads through the block table. A wrong slot, a stale block or a skipped token changes the text, and
+rounding cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.outputs import Delta, Finished, StepOutput
+from engine.plan import Plan
+from engine.request import Request, SamplingParams
+from engine.runner import ModelRunner
+from engine.sampler import Row, Sampled, Sampler
+from engine.sequence import Sequence
+
+Entries = np.ndarray[tuple[int], np.dtype[np.uint64]]
+
+VOCAB = 61
+EOS = 0
+_ODD = np.uint64(6_364_136_223_846_793_005)
+_IDS = np.arange(VOCAB, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+_POWERS = np.cumprod(np.full(1024, _ODD))
+
+
+def logits_of(entries: Entries) -> torch.Tensor:
+    """VOCAB logits that depend on every entry and on its place, in arithmetic modulo 2**64."""
+    state = (entries * _POWERS[: len(entries)]).sum(dtype=np.uint64)
+    mixed = (state ^ _IDS) * _ODD
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * _ODD
+    return torch.from_numpy((mixed >> np.uint64(54)).astype(np.float32) / 100)
+
+
+class StubRunner:
+    """Plays `Runner` over a pool of integers that starts as garbage."""
+
+    def __init__(self, config: EngineConfig, garbage: int = 0) -> None:
+        self.block_size = config.block_size
+        noise = np.random.default_rng(garbage)
+        self.pool = noise.integers(1 << 63, size=config.num_blocks * config.block_size, dtype=np.uint64)
+        self.sampler = Sampler(VOCAB)
+        self.raises: set[str] = set()
+        """Ids of requests whose forward raises."""
+        self.poisons: set[str] = set()
+        """Ids of requests whose logits are NaN."""
+        self.plans: list[Plan] = []
+
+    def execute(self, plan: Plan) -> Sampled:
+        self.plans.append(plan)
+        for piece in plan.slices:
+            if piece.seq.request.id in self.raises:
+                raise RuntimeError("the stub was told to raise")
+            end = piece.start + piece.count
+            tokens = np.array(piece.seq.tokens[piece.start : end], dtype=np.uint64)
+            positions = np.arange(piece.start, end, dtype=np.uint64)
+            entries = (tokens * np.uint64(1_000_003) + positions * np.uint64(7_919) + np.uint64(12_345)) * _ODD
+            self.pool[self._slots(piece.seq, end)[piece.start :]] = entries
+        rows = [piece.seq for piece in plan.sampling]
+        if not rows:
+            return Sampled(())
+        logits = torch.stack([self._logits(seq) for seq in rows])
+        return self.sampler.sample(logits, [_row(seq) for seq in rows])
+
+    def forget(self, seq: Sequence) -> None:
+        self.sampler.forget(seq.uid)
+
+    def _slots(self, seq: Sequence, end: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Where the first `end` tokens of a sequence live."""
+        places = np.arange(end)
+        return np.array(seq.block_table)[places // self.block_size] * self.block_size + places % self.block_size
+
+    def _logits(self, seq: Sequence) -> torch.Tensor:
+        if seq.request.id in self.poisons:
+            return torch.full((VOCAB,), torch.nan)
+        return logits_of(self.pool[self._slots(seq, seq.num_tokens)])
+
+
+def _row(seq: Sequence) -> Row:
+    return ModelRunner._row(_EOS_HOLDER, seq)  # type: ignore[arg-type]
+
+
+class _EosHolder:
+    eos_token_ids = frozenset({EOS})
+
+
+_EOS_HOLDER = _EosHolder()
+
+
+def decode(ids: object, skip_special_tokens: bool = True) -> str:
+    """One letter an id; EOS is special."""
+    return "".join(chr(ord("a") + i) if i != EOS or not skip_special_tokens else "" for i in ids)  # type: ignore[attr-defined]
+
+
+def make_engine(garbage: int = 0, **limits: object) -> tuple[Engine, StubRunner]:
+    """An engine over the stub; `limits` are fields of EngineConfig."""
+    config = EngineConfig(**{"max_model_len": 64, "block_size": 4, "num_blocks": 64, **limits})  # type: ignore[arg-type]
+    runner = StubRunner(config, garbage)
+    return Engine(config, runner, decode=decode, num_ids=VOCAB, eos_token_ids=frozenset({EOS})), runner
+
+
+def request(
+    request_id: str,
+    prompt: list[int],
+    max_tokens: int = 8,
+    *,
+    priority: int = 1,
+    salt: str = "",
+    deadline: float | None = None,
+    **params: object,
+) -> Request:
+    """A greedy request unless `params` say otherwise."""
+    sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **params})  # type: ignore[arg-type]
+    return Request(request_id, prompt, sampling, priority=priority, cache_salt=salt, deadline=deadline)
+
+
+def steps(engine: Engine, limit: int = 10_000) -> Iterator[StepOutput]:
+    """Step until idle, checking all books after every step."""
+    for _ in range(limit):
+        if not engine.has_work:
+            return
+        output = engine.step()
+        engine.check_integrity()
+        yield output
+    raise AssertionError(f"the engine still had work after {limit} steps")
+
+
+class Collector:
+    """What a reader sees of each request, and whether it is what was promised."""
+
+    def __init__(self) -> None:
+        self.deltas: dict[str, list[Delta]] = {}
+        self.finished: dict[str, Finished] = {}
+
+    def take(self, output: StepOutput) -> None:
+        for delta in output.deltas:
+            assert delta.request_id not in self.finished, "a token event after the end"
+            self.deltas.setdefault(delta.request_id, []).append(delta)
+        for last in output.finished:
+            assert last.request_id not in self.finished, "two endings"
+            self.finished[last.request_id] = last
+            self.check(last)
+
+    def check(self, last: Finished) -> None:
+        """Joined deltas are the final text, and carry each id once."""
+        for choice in last.choices:
+            mine = [d for d in self.deltas.get(last.request_id, []) if d.index == choice.index]
+            assert "".join(d.text for d in mine) == choice.text
+            assert tuple(i for d in mine for i in d.token_ids) == choice.token_ids
+        assert last.completion_tokens == sum(len(c.token_ids) for c in last.choices)
+
+
+def run(engine: Engine, *requests: Request, limit: int = 10_000) -> dict[str, Finished]:
+    """Add the requests, step until idle, return the last words; everything must be back by then."""
+    for one in requests:
+        engine.add(one)
+    collector = Collector()
+    for output in steps(engine, limit):
+        collector.take(output)
+    expect_idle(engine)
+    return collector.finished
+
+
+def alone(one: Request, **limits: object) -> Finished:
+    """The same request on an idle engine of its own, with plenty of room."""
+    engine, _ = make_engine(garbage=99, **{"num_blocks": 256, "block_size": 4, **limits})
+    copy = Request(one.id, one.prompt, one.params, cache_salt=one.cache_salt)
+    copy.noise_seed = one.noise_seed
+    return run(engine, copy)[one.id]
+
+
+def expect_idle(engine: Engine) -> None:
+    """All blocks free, and nothing of any request left in any book."""
+    engine.check_integrity()
+    scheduler = engine.scheduler
+    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
+    assert (scheduler.num_waiting, scheduler.running, scheduler._waiting) == (0, [], [])
+    assert (scheduler._computing, scheduler._parked) == ({}, {})
+    assert (engine._requests, engine._endings, engine._gated) == ({}, {}, set())
+    assert engine._deadlines._heap == []
+    sampler = engine._runner.sampler  # type: ignore[attr-defined]
+    assert (sampler._counts, sampler._uids, sampler._columns) == ({}, (), None)

@@ -1,0 +1,320 @@
+"""The step as a whole: endings, faults, the gate, limits."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.outputs import Fault, Outcome
+from engine.request import InvalidRequest, PromptTooLong, Request
+from engine.sequence import FinishReason
+from tests.engine.stub import Collector, alone, expect_idle, make_engine, request, run, steps
+
+
+def test_a_request_ends_with_its_text_and_all_blocks_back() -> None:
+    engine, _ = make_engine()
+    last = run(engine, request("a", [1, 2, 3], max_tokens=5, ignore_eos=True))["a"]
+    assert last.outcome is Outcome.SUCCEEDED
+    assert last.choices[0].finish_reason is FinishReason.LENGTH
+    assert (last.prompt_tokens, last.completion_tokens, last.cached_tokens) == (3, 5, 0)
+
+
+def test_early_finishers_leave_their_neighbours_alone() -> None:
+    engine, _ = make_engine()
+    requests = [request(f"r{n}", [n] * n, max_tokens=n, ignore_eos=True) for n in range(1, 9)]
+    finished = run(engine, *requests)
+    for one in requests:
+        assert finished[one.id].choices == alone(one).choices
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 8])
+def test_text_does_not_depend_on_lengths_around_block_edges(block_size: int) -> None:
+    for length in (block_size - 1, block_size, block_size + 1, 2 * block_size):
+        for max_tokens in (1, block_size, block_size + 1):
+            if length:
+                one = request("r", [5] * length, max_tokens, ignore_eos=True)
+                engine, _ = make_engine(block_size=block_size)
+                assert run(engine, one)["r"].choices == alone(one).choices
+
+
+def test_eos_ends_a_choice_and_is_counted_but_not_shown() -> None:
+    engine, _ = make_engine()
+    one = request("a", [1], max_tokens=3, logit_bias=((0, 1000.0),))
+    choice = run(engine, one)["a"].choices[0]
+    assert (choice.text, choice.finish_reason, choice.stop, choice.token_ids) == ("", FinishReason.STOP, None, (0,))
+
+
+def test_min_tokens_holds_eos_and_stop_ids_back() -> None:
+    engine, _ = make_engine()
+    bias = ((0, 1000.0), (7, 900.0), (9, 800.0))
+    one = request("a", [1], 5, logit_bias=bias, min_tokens=2, stop_token_ids=frozenset({7}))
+    assert run(engine, one)["a"].choices[0].token_ids == (9, 9, 0)
+
+
+def test_ignore_eos_goes_on_after_eos() -> None:
+    engine, _ = make_engine()
+    choice = run(engine, request("a", [1], 4, logit_bias=((0, 1000.0),), ignore_eos=True))["a"].choices[0]
+    assert (choice.token_ids, choice.finish_reason) == ((0, 0, 0, 0), FinishReason.LENGTH)
+
+
+def test_a_stop_id_is_named_and_not_shown() -> None:
+    engine, _ = make_engine()
+    choice = run(engine, request("a", [1], 4, logit_bias=((7, 1000.0),), stop_token_ids=frozenset({7})))["a"].choices[0]
+    assert (choice.text, choice.stop, choice.finish_reason) == ("", 7, FinishReason.STOP)
+
+
+def test_a_stop_string_across_tokens_cuts_the_text() -> None:
+    free = alone(request("a", [1, 2, 3], 12, ignore_eos=True)).choices[0].text
+    stop = free[4:7]
+    engine, _ = make_engine()
+    choice = run(engine, request("a", [1, 2, 3], 12, ignore_eos=True, stop=(stop,)))["a"].choices[0]
+    assert choice.text == free[: free.index(stop)]
+    assert (choice.stop, choice.finish_reason) == (stop, FinishReason.STOP)
+
+
+def test_choices_share_the_prompt_and_differ_in_noise() -> None:
+    engine, runner = make_engine()
+    one = request("a", list(range(1, 14)), 6, n=4, temperature=1.0, seed=1, ignore_eos=True)
+    last = run(engine, one)["a"]
+    assert [c.index for c in last.choices] == [0, 1, 2, 3]
+    assert len({c.token_ids for c in last.choices}) == 4
+    assert (last.prompt_tokens, last.completion_tokens, last.cached_tokens) == (13, 24, 0)
+    assert last.choices == alone(one).choices
+    computed = sum(p.num_tokens for p in runner.plans)
+    assert computed == 13 + 3 * 1 + 4 * 5, "the shared prefix is computed once"
+
+
+def test_a_seed_repeats_itself_whatever_the_neighbours() -> None:
+    one = request("a", [3, 1, 4], 10, temperature=0.9, seed=42, ignore_eos=True)
+    expected = alone(one).choices
+    for seed in (None, 7):
+        engine, _ = make_engine(max_num_batched_tokens=5, num_blocks=20)
+        others = [request(f"o{i}", [i + 1] * 4, 3 + i, temperature=1.2, seed=seed) for i in range(5)]
+        assert run(engine, *others[:2], one, *others[2:])["a"].choices == expected
+
+
+def test_unseeded_requests_differ() -> None:
+    engine, _ = make_engine()
+    texts = run(engine, *(request(f"r{i}", [1, 2], 20, temperature=1.0, ignore_eos=True) for i in range(8)))
+    assert len({last.choices[0].text for last in texts.values()}) == 8
+
+
+# ── limits ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_can_never_fit_is_refused_and_blocks_nobody() -> None:
+    engine, _ = make_engine(num_blocks=4, block_size=4)
+    for length in (16, 17, 20):
+        with pytest.raises(PromptTooLong, match=f"{length} tokens.* 16"):
+            engine.add(request("a", [1] * length, 1))
+    assert engine.limit_tokens(15, 100) == 1
+    assert engine.limit_tokens(10, None) == 6
+    with pytest.raises(PromptTooLong):
+        engine.add(request("a2", [1] * 10, 20))
+    assert run(engine, request("b", [1, 2, 3], 3))["b"].outcome is Outcome.SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    ("bad", "names"),
+    [
+        ({"prompt": [61]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"stop_token_ids": frozenset({61})}, "stop_token_ids"),
+        ({"logit_bias": ((999, 1.0),)}, "logit_bias"),
+        ({"min_tokens": 9}, "min_tokens"),
+    ],
+)
+def test_ids_out_of_range_are_refused_by_name(bad: dict[str, object], names: str) -> None:
+    engine, _ = make_engine()
+    with pytest.raises(InvalidRequest, match=names):
+        engine.add(request("a", **{"prompt": [1], **bad}))  # type: ignore[arg-type]
+    expect_idle(engine)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="no tokens"):
+        request("a", [])
+
+
+def test_an_id_that_is_being_worked_on_is_refused() -> None:
+    engine, _ = make_engine()
+    engine.add(request("a", [1]))
+    with pytest.raises(InvalidRequest, match="being worked on"):
+        engine.add(request("a", [2]))
+
+
+# ── cancel, drop, expiry ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_cancel_of_a_waiting_request_computes_nothing_for_it() -> None:
+    engine, runner = make_engine()
+    engine.add(request("a", [1, 2, 3]))
+    engine.cancel("a")
+    (last,) = engine.step().finished
+    assert (last.outcome, last.completion_tokens) == (Outcome.CANCELLED, 0)
+    assert last.choices[0].finish_reason is FinishReason.CANCELLED
+    assert runner.plans == []
+    expect_idle(engine)
+
+
+def test_cancel_between_two_chunks_frees_the_blocks_in_the_next_step() -> None:
+    engine, _ = make_engine(max_num_batched_tokens=4)
+    engine.add(request("a", [1] * 20))
+    engine.step()
+    assert engine.stats().free_blocks < engine.stats().total_blocks
+    engine.cancel("a")
+    output = engine.step()
+    assert [f.outcome for f in output.finished] == [Outcome.CANCELLED]
+    expect_idle(engine)
+
+
+def test_cancel_keeps_and_flushes_what_was_generated() -> None:
+    engine, _ = make_engine()
+    free = alone(request("a", [1, 2, 3], 12, ignore_eos=True)).choices[0].text
+    engine.add(request("a", [1, 2, 3], 12, ignore_eos=True, stop=(free[3:5] + "!",)))
+    seen = Collector()
+    for _ in range(5):
+        seen.take(engine.step())
+    engine.cancel("a")
+    for output in steps(engine):
+        seen.take(output)
+    assert seen.finished["a"].choices[0].text == free[:5]
+    expect_idle(engine)
+
+
+def test_cancel_of_one_choice_less_request_ends_all_its_choices() -> None:
+    engine, _ = make_engine()
+    engine.add(request("a", [1, 2], 30, n=3, temperature=1.0, seed=3, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    engine.cancel("a")
+    (last,) = engine.step().finished
+    assert [c.finish_reason for c in last.choices] == [FinishReason.CANCELLED] * 3
+    expect_idle(engine)
+
+
+def test_cancel_hits_only_its_own_request() -> None:
+    engine, _ = make_engine()
+    requests = [request(f"r{i}", [i + 1], 6, ignore_eos=True) for i in range(3)]
+    for one in requests:
+        engine.add(one)
+    engine.step()
+    engine.cancel("r0")
+    finished = {f.request_id: f for output in steps(engine) for f in output.finished}
+    assert [finished[f"r{i}"].outcome for i in range(3)] == [Outcome.CANCELLED, Outcome.SUCCEEDED, Outcome.SUCCEEDED]
+
+
+def test_cancel_twice_of_unknown_and_of_ended_requests_changes_nothing() -> None:
+    engine, _ = make_engine()
+    engine.cancel("nobody")
+    engine.add(request("a", [1], 2, ignore_eos=True))
+    engine.cancel("a")
+    engine.cancel("a")
+    assert len(engine.step().finished) == 1
+    engine.cancel("a")
+    assert not engine.step()
+    last = run(engine, request("a", [1], 2, ignore_eos=True))["a"]
+    assert last.outcome is Outcome.SUCCEEDED, "an old cancel does not reach a later request of the same id"
+
+
+def test_a_dropped_request_says_nothing_more() -> None:
+    engine, _ = make_engine()
+    engine.add(request("a", [1], 9, ignore_eos=True))
+    engine.step()
+    engine.drop("a")
+    assert not engine.step()
+    expect_idle(engine)
+
+
+def test_expiry_ends_requests_in_any_state_and_keeps_their_text() -> None:
+    now = [0.0]
+    engine, _ = make_engine(max_num_seqs=1)
+    engine._clock = lambda: now[0]
+    engine.add(request("runs", [1], 20, ignore_eos=True, deadline=5.0))
+    engine.add(request("waits", [1], 20, deadline=6.0))
+    engine.add(request("stays", [1], 2, ignore_eos=True, deadline=1e9))
+    engine.step()
+    engine.step()
+    now[0] = 7.0
+    finished = {f.request_id: f for output in steps(engine) for f in output.finished}
+    assert finished["runs"].outcome is Outcome.EXPIRED
+    assert finished["runs"].choices[0].finish_reason is FinishReason.EXPIRED
+    assert len(finished["runs"].choices[0].text) == 2
+    assert (finished["waits"].outcome, finished["waits"].completion_tokens) == (Outcome.EXPIRED, 0)
+    assert finished["stays"].outcome is Outcome.SUCCEEDED
+    expect_idle(engine)
+
+
+def test_an_old_deadline_does_not_reach_a_later_request_of_the_same_id() -> None:
+    now = [0.0]
+    engine, _ = make_engine()
+    engine._clock = lambda: now[0]
+    engine.add(request("other", [9], 30, ignore_eos=True))
+    engine.add(request("a", [1], 1, deadline=5.0))
+    engine.step()
+    engine.add(request("a", [1], 5, ignore_eos=True))
+    now[0] = 6.0
+    finished = {f.request_id: f for output in steps(engine) for f in output.finished}
+    assert finished["a"].outcome is Outcome.SUCCEEDED
+
+
+# ── the gate ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_gate_sees_each_request_once_and_before_its_forward() -> None:
+    engine, runner = make_engine(num_blocks=8, max_model_len=32)
+    seen: list[str] = []
+
+    def gate(requests: list[Request]) -> None:
+        computed = {p.seq.request.id for plan in runner.plans for p in plan.slices}
+        for one in requests:
+            assert one.id not in computed
+            seen.append(one.id)
+
+    engine.gate = gate
+    run(engine, *(request(f"r{i}", [i + 1] * 5, 20, n=2, ignore_eos=True) for i in range(4)))
+    assert engine.stats().preemptions_recompute > 0
+    assert seen == ["r0", "r1", "r2", "r3"]
+
+
+def test_what_the_gate_refuses_is_never_computed_and_costs_its_neighbours_nothing() -> None:
+    engine, runner = make_engine()
+
+    def gate(requests: list[Request]) -> None:
+        for one in requests:
+            if one.id == "cancelled":
+                engine.cancel(one.id)
+            if one.id == "dropped":
+                engine.drop(one.id)
+
+    engine.gate = gate
+    stays = request("stays", [4, 5, 6], 5, ignore_eos=True)
+    finished = run(engine, request("cancelled", [1] * 9), request("dropped", [2] * 9), stays)
+    assert {p.seq.request.id for plan in runner.plans for p in plan.slices} == {"stays"}
+    assert finished["cancelled"].outcome is Outcome.CANCELLED
+    assert "dropped" not in finished
+    assert finished["stays"].choices == alone(stays).choices
+
+
+# ── faults ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_logits_that_are_not_finite_end_that_one_request() -> None:
+    engine, runner = make_engine()
+    runner.poisons.add("r1")
+    requests = [request(f"r{i}", [i + 1] * 3, 4, ignore_eos=True) for i in range(3)]
+    finished = run(engine, *requests)
+    assert (finished["r1"].outcome, finished["r1"].fault) == (Outcome.FAILED, Fault.NON_FINITE_LOGITS)
+    for i in (0, 2):
+        assert finished[f"r{i}"].choices == alone(requests[i]).choices
+
+
+@pytest.mark.parametrize("num_blocks", [8, 64])
+def test_a_request_that_makes_the_step_raise_is_found_and_ended_alone(num_blocks: int) -> None:
+    engine, runner = make_engine(num_blocks=num_blocks, max_model_len=32)
+    runner.raises.add("r2")
+    requests = [request(f"r{i}", [i + 1] * 5, 12, ignore_eos=True) for i in range(5)]
+    finished = run(engine, *requests)
+    assert (finished["r2"].outcome, finished["r2"].fault) == (Outcome.FAILED, Fault.INTERNAL)
+    assert "told to raise" in (finished["r2"].message or "")
+    for i in (0, 1, 3, 4):
+        assert finished[f"r{i}"].choices == alone(requests[i]).choices

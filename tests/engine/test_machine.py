@@ -1,0 +1,174 @@
+"""The engine under arbitrary sequences of submit, cancel, drop, expire and step: the stub betrays every mistake."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.outputs import Outcome
+from engine.request import Request
+from tests.engine.stub import Collector, alone, expect_idle, make_engine, request
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Whatever happens in whatever order: books balance, each request ends once, and its text is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.requests: dict[str, Request] = {}
+        self.dropped: set[str] = set()
+        self.seen = Collector()
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4, 8]),
+        spare=st.integers(0, 12),
+        budget=st.integers(1, 24),
+        seqs=st.integers(1, 6),
+        caching=st.booleans(),
+    )
+    def start(self, block_size: int, spare: int, budget: int, seqs: int, caching: bool) -> None:
+        self.engine, self.runner = make_engine(
+            garbage=1,
+            block_size=block_size,
+            num_blocks=-(-24 // block_size) + spare,
+            max_model_len=24,
+            max_num_batched_tokens=budget,
+            max_num_seqs=seqs,
+            prefix_caching=caching,
+        )
+        self.engine._clock = lambda: self.now
+
+    @rule(
+        # A tiny alphabet, so that prompts share prefixes.
+        prompt=st.lists(st.integers(1, 2), min_size=1, max_size=14),
+        max_tokens=st.integers(1, 10),
+        priority=st.integers(0, 2),
+        n=st.integers(1, 3),
+        ttl=st.none() | st.integers(1, 30),
+        temperature=st.sampled_from([0.0, 1.0]),
+        salt=st.sampled_from(["", "x"]),
+        stop=st.sampled_from([(), ("b",), ("cd", "e")]),
+    )
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int,
+        n: int,
+        ttl: int | None,
+        temperature: float,
+        salt: str,
+        stop: tuple[str, ...],
+    ) -> None:
+        one = request(
+            f"r{len(self.requests)}",
+            prompt,
+            max_tokens,
+            priority=priority,
+            salt=salt,
+            deadline=None if ttl is None else self.now + ttl,
+            n=n,
+            temperature=temperature,
+            seed=len(prompt),
+            stop=stop,
+            repetition_penalty=1.1,
+        )
+        self.requests[one.id] = one
+        self.engine.add(one)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.engine.cancel(data.draw(st.sampled_from(sorted(self.requests))))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        if request_id not in self.seen.finished:
+            self.dropped.add(request_id)
+            self.engine.drop(request_id)
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.now += 1
+            self.seen.take(self.engine.step())
+            self.engine.check_integrity()
+
+    @precondition(lambda self: self.requests)
+    @rule()
+    def abandoned_step(self) -> None:
+        self.engine.scheduler.abandon(self.engine.scheduler.schedule())
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(3000):
+            if not self.engine.has_work:
+                break
+            self.seen.take(self.engine.step())
+            self.engine.check_integrity()
+        expect_idle(self.engine)
+        assert set(self.seen.finished) == set(self.requests) - self.dropped
+        for request_id, last in self.seen.finished.items():
+            expected = alone(self.requests[request_id])
+            for mine, whole in zip(last.choices, expected.choices, strict=True):
+                if last.outcome is Outcome.SUCCEEDED:
+                    assert mine == whole
+                else:
+                    assert mine.token_ids == whole.token_ids[: len(mine.token_ids)]
+
+
+TestMachine = EngineMachine.TestCase
+TestMachine.settings = settings(
+    max_examples=150, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_a_cancel_that_races_the_finish_leaves_one_ending(block: int) -> None:
+    """1,000 seeded interleavings of cancels with steps; the end decides, once."""
+    for seed in range(100 * block, 100 * block + 100):
+        chance = random.Random(seed)
+        engine, _ = make_engine(
+            num_blocks=chance.randint(6, 20), max_model_len=24, max_num_batched_tokens=chance.randint(2, 20)
+        )
+        requests = [
+            request(
+                f"r{i}",
+                [1 + i % 2] * chance.randint(1, 12),
+                chance.randint(1, 6),
+                n=chance.randint(1, 2),
+                ignore_eos=True,
+            )
+            for i in range(chance.randint(1, 5))
+        ]
+        for one in requests:
+            engine.add(one)
+        seen = Collector()
+        cancelled: set[str] = set()
+        while engine.has_work:
+            if chance.random() < 0.3:
+                target = chance.choice(requests).id
+                if target not in seen.finished:
+                    cancelled.add(target)
+                engine.cancel(target)
+            output = engine.step()
+            engine.check_integrity()
+            seen.take(output)
+            for last in output.finished:
+                # A cancel that was there before the step wins; one that came after the end changes nothing.
+                assert (last.outcome is Outcome.CANCELLED) == (last.request_id in cancelled)
+        assert set(seen.finished) == {one.id for one in requests}
+        expect_idle(engine)
