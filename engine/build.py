@@ -27,6 +27,8 @@ class CacheOptions:
 
     num_blocks: int | None = None
     memory_bytes: int | None = None
+    swap_bytes: int = 0
+    """Memory of the host tier."""
     attention: str = "auto"
     """Name of an attention backend."""
 
@@ -49,12 +51,22 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
                 f"{budget} bytes of KV cache hold no block: "
                 f"one of {config.block_size} tokens takes {backend.block_bytes}"
             )
-    config = dataclasses.replace(config, num_blocks=num_blocks, max_model_len=loaded.max_model_len)
-    backend.bind(torch.empty((num_blocks, backend.block_bytes), dtype=torch.uint8, device=loaded.device))
+    config = dataclasses.replace(
+        config,
+        num_blocks=num_blocks,
+        host_slots=cache.swap_bytes // backend.block_bytes,
+        max_model_len=loaded.max_model_len,
+    )
+    pool = torch.empty((num_blocks, backend.block_bytes), dtype=torch.uint8, device=loaded.device)
+    pinned = loaded.device.type == "cuda"
+    host = torch.empty((config.host_slots, backend.block_bytes), dtype=torch.uint8, pin_memory=pinned)
+    backend.bind(pool)
     num_ids = loaded.tokenizer.size
     runner = ModelRunner(
         loaded.bind(backend),
         Sampler(num_ids, loaded.device),
+        pool=pool,
+        host=host,
         block_size=config.block_size,
         eos_token_ids=loaded.generation.eos_token_ids,
         bucket=bucket,
@@ -76,6 +88,7 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
         blocks=num_blocks,
         block_size=config.block_size,
         pool_mib=num_blocks * backend.block_bytes >> 20,
+        host_mib=config.host_slots * backend.block_bytes >> 20,
         batch_invariant=loaded.batch_invariant,
     )
     return engine, loaded

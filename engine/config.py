@@ -38,6 +38,12 @@ class EngineConfig:
     watermark: float = 0.01
     """Share of the pool kept free when admitting, so that what runs can grow a little before it preempts."""
     prefix_caching: bool = True
+    host_slots: int = 0
+    """Blocks in the host tier; 0 means that preempted sequences are always recomputed."""
+    max_overtakes: int = 16
+    """How often a waiting sequence for which there is no room may be overtaken by smaller ones."""
+    aging_seconds: float = 30.0
+    """How much longer each lower lane waits at most: after that it goes before newcomers of the lane above."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):

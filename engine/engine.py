@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.deadlines import Deadlines
 from engine.outputs import ChoiceResult, Delta, EngineStats, Fault, Finished, Outcome, StepOutput
 from engine.plan import Plan
+from engine.policy import PreemptionCost
 from engine.request import InvalidRequest, PromptTooLong, Request
 from engine.runner import Runner
 from engine.sampler import Sampled
@@ -52,6 +53,7 @@ class Engine:
         config: EngineConfig,
         runner: Runner,
         *,
+        cost: PreemptionCost | None = None,
         decode: Decode,
         num_ids: int,
         eos_token_ids: frozenset[int] = frozenset(),
@@ -59,7 +61,7 @@ class Engine:
     ) -> None:
         """`num_ids`: how many ids the tokenizer knows, from 0. `clock`: what deadlines are measured by, in seconds."""
         self.config = config
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, cost)
         self.gate: Callable[[list[Request]], None] | None = None
         """Called before the forward with requests that run for the first time. It may `cancel` or `drop` them; the step
         is then planned anew without them, and no token is computed for them."""
@@ -129,6 +131,7 @@ class Engine:
         if request.id in self._requests:
             raise InvalidRequest(f"id: {request.id!r} is being worked on")
         request.arrival = self._arrivals
+        request.turn = self._clock() + request.priority * self.config.aging_seconds
         self._arrivals += 1
         self._requests[request.id] = request
         params = request.params
@@ -136,8 +139,7 @@ class Engine:
             Sequence(request, index, TextStream(self._decode, params.stop, params.skip_special_tokens))
             for index in range(params.n)
         ]
-        for seq in request.sequences:
-            self.scheduler.add(seq)
+        self.scheduler.add(request)
         self._deadlines.add(request)
 
     def cancel(self, request_id: str) -> None:
@@ -166,7 +168,10 @@ class Engine:
             self._end_soon(request_id, _Ending(Outcome.EXPIRED))
         self._apply_endings(deltas, finished)
         plan = self._plan(deltas, finished)
-        if plan:
+        if plan.moves:
+            self._runner.move(plan)
+            self.scheduler.moved()
+        if plan.slices:
             self._steps += 1
             sampled = self._execute(plan)
             if sampled is not None:
@@ -174,11 +179,11 @@ class Engine:
         return StepOutput(tuple(deltas), tuple(finished))
 
     def _plan(self, deltas: list[Delta], finished: list[Finished]) -> Plan:
-        """Schedule until the gate has no objection."""
+        """Schedule, and ask the gate about those who run for the first time."""
         while True:
             suspect = self._next_suspect()
             plan = self.scheduler.schedule(only=suspect)
-            if suspect and not plan:
+            if suspect and not plan.slices:
                 self._suspects.popleft()  # it waits for blocks that others hold, so the others must move
                 continue
             new = {s.request.id: s.request for s in plan.admitted if s.request.id not in self._gated}
@@ -186,10 +191,8 @@ class Engine:
                 return plan
             self._gated.update(new)
             self.gate(list(new.values()))
-            if not any(request_id in self._endings for request_id in new):
-                return plan
-            self.scheduler.abandon(plan)
             self._apply_endings(deltas, finished)
+            return plan.without_ended()
 
     def _next_suspect(self) -> Request | None:
         while self._suspects and self._suspects[0] not in self._requests:
@@ -210,11 +213,14 @@ class Engine:
         return sampled
 
     def _blame(self, plan: Plan, error: Exception) -> None:
+        memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
         requests = list(dict.fromkeys(piece.seq.request.id for piece in plan.slices))
+        if memory and plan.num_tokens > 1:
+            self.scheduler.shrink(plan)
+            return
         if len(requests) > 1:
             self._suspects.extend(r for r in requests if r not in self._suspects)
             return
-        memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
         fault = Fault.OUT_OF_MEMORY if memory else Fault.INTERNAL
         self._end_soon(requests[0], _Ending(Outcome.FAILED, fault, f"{type(error).__name__}: {error}"))
 
@@ -224,8 +230,7 @@ class Engine:
                 self._prefix_queries += piece.seq.num_prompt_tokens
                 self._prefix_hits += piece.start
         self.scheduler.commit(plan)
-        for piece, token in zip(plan.sampling, sampled.token_ids, strict=True):
-            seq = piece.seq
+        for seq, token in zip(plan.sampling, sampled.token_ids, strict=True):
             if token is None:
                 ending = _Ending(Outcome.FAILED, Fault.NON_FINITE_LOGITS, "the model gave logits that are not finite")
                 self._end_soon(seq.request.id, ending)
@@ -233,6 +238,7 @@ class Engine:
             self._append(seq, token)
             self._flush(seq, deltas)
             if seq.finish_reason is not None:
+                self.scheduler.lengths.learn(seq.num_output_tokens)
                 self._retire(seq, SequenceStatus.FINISHED)
                 self._close(seq.request, Outcome.SUCCEEDED, None, None, finished)
         self._apply_endings(deltas, finished)
@@ -330,11 +336,15 @@ class Engine:
         return EngineStats(
             waiting=self.scheduler.num_waiting,
             running=len(self.scheduler.running),
-            total_blocks=blocks.num_blocks,
-            free_blocks=blocks.num_free,
-            cached_blocks=blocks.num_cached,
+            swapped=len(self.scheduler.swapped),
+            total_blocks=blocks.device.size,
+            free_blocks=blocks.device.num_free,
+            cached_blocks=blocks.device.num_cached,
+            host_slots=blocks.host.size,
+            free_host_slots=blocks.host.num_free,
             steps=self._steps,
-            preemptions_recompute=self.scheduler.preemptions,
+            preemptions_recompute=self.scheduler.recomputes,
+            preemptions_swap=self.scheduler.swaps,
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
         )
@@ -345,10 +355,8 @@ class Engine:
         Raises:
             engine.block_manager.IntegrityError: something leaked or is in the wrong place.
         """
-        self.scheduler.check_integrity(self._live)
-
-    def _live(self) -> Iterator[Sequence]:
-        return (s for request in self._requests.values() for s in request.sequences if not s.status.ended)
+        live = (seq for request in self._requests.values() for seq in request.sequences if not seq.status.ended)
+        self.scheduler.check_integrity(live)
 
 
 def _result(seq: Sequence) -> ChoiceResult:

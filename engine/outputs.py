@@ -82,6 +82,8 @@ class EngineStats:
     running: int = 0
     swapped: int = 0
     total_blocks: int = 0
+    host_slots: int = 0
+    free_host_slots: int = 0
     free_blocks: int = 0
     cached_blocks: int = 0
     """Free blocks that still hold a findable prefix."""

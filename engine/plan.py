@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import dataclasses
+from dataclasses import dataclass
 
 from engine.sequence import Sequence
+
+Copies = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +19,13 @@ class Slice:
     count: int
     samples: bool
     """Whether this reaches the last known token, so that the next one is sampled from its logits."""
+    forks: tuple[Sequence, ...] = ()
+    """Choices that start from here: each samples a token of its own from the same logits and shares the blocks."""
+
+    @property
+    def sampling(self) -> tuple[Sequence, ...]:
+        """Who gets a token from the last row of this slice."""
+        return (self.seq, *self.forks) if self.samples else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +37,36 @@ class Plan:
     admitted: tuple[Sequence, ...] = ()
     """Who left WAITING in this step; they go back there if the plan is abandoned."""
     preempted: tuple[Sequence, ...] = ()
-    """Who lost their blocks in this step."""
-    swap_out: tuple[tuple[int, int], ...] = ()
-    """(device block, host slot) copies to make before the forward."""
-    swap_in: tuple[tuple[int, int], ...] = ()
-    """(host slot, device block) copies to make before the forward."""
-    copies: tuple[tuple[int, int], ...] = ()
-    """(source, destination) device block copies to make before the forward: copy on write of forks."""
-    num_tokens: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_tokens", sum(s.count for s in self.slices))
-
-    def __bool__(self) -> bool:
-        return bool(self.slices)
+    """Who lost their device blocks in this step."""
+    swap_out: Copies = ()
+    """(device block, host slot): copies to make before the forward, first of all."""
+    swap_in: Copies = ()
+    """(host slot, device block): copies to make after those."""
+    copies: Copies = ()
+    """(device block, device block): copies to make after those; all are read before any is written."""
 
     @property
-    def sampling(self) -> tuple[Slice, ...]:
-        """The slices that get a token, in order."""
-        return tuple(s for s in self.slices if s.samples)
+    def moves(self) -> bool:
+        """Whether there is anything to copy."""
+        return bool(self.swap_out or self.swap_in or self.copies)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(piece.count for piece in self.slices)
+
+    @property
+    def sampling(self) -> tuple[Sequence, ...]:
+        """Who gets a token, in order."""
+        return tuple(seq for piece in self.slices for seq in piece.sampling)
+
+    def without_ended(self) -> Plan:
+        """The same plan less the sequences that have ended since it was made. Copies stay: they are paid for."""
+        return dataclasses.replace(
+            self,
+            slices=tuple(
+                dataclasses.replace(piece, forks=tuple(f for f in piece.forks if not f.status.ended))
+                for piece in self.slices
+                if not piece.seq.status.ended
+            ),
+            admitted=tuple(seq for seq in self.admitted if not seq.status.ended),
+        )

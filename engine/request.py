@@ -48,6 +48,10 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     n: int = 1
+    logprobs: int | None = None
+    """How many of the most likely ids come with each id's log-probability; None: not asked for."""
+    prompt_logprobs: int | None = None
+    """The same for the ids of the prompt."""
 
 
 @dataclass(eq=False)
@@ -70,11 +74,11 @@ class Request:
     """Only requests of one salt share prefix blocks."""
     arrival: int = -1
     """Position in the order of arrival, given by the engine."""
+    turn: float = 0.0
+    """The arrival time in seconds, later by an allowance for each lower lane; given by the engine."""
     noise_seed: int = field(init=False)
     sequences: list[Sequence] = field(init=False, default_factory=list)
     """Its choices, made when the engine accepts the request."""
-    error: str | None = None
-    """Why it failed, where it did."""
 
     def __post_init__(self) -> None:
         if not self.prompt:

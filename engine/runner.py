@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from engine.batch import Batch, Model
 from engine.plan import Plan
@@ -16,6 +17,10 @@ from kernels.attention.base import AttentionBatch
 
 class Runner(Protocol):
     """What the engine needs to execute a step; the tests have one without weights."""
+
+    def move(self, plan: Plan) -> None:
+        """Make the copies of the plan: all `swap_out`, then all `swap_in`, then all `copies`."""
+        ...
 
     def execute(self, plan: Plan) -> Sampled:
         """Compute `plan.slices`; one entry for each of `plan.sampling`, in order."""
@@ -34,11 +39,18 @@ class ModelRunner:
         model: Model,
         sampler: Sampler,
         *,
+        pool: Tensor,
+        host: Tensor,
         block_size: int,
         eos_token_ids: frozenset[int],
         bucket: Callable[[int], int] = lambda rows: rows,
     ) -> None:
-        """`bucket` rounds a number of rows up to one that the model computes well (and always with the same bits)."""
+        """`pool` and `host` are the two tiers, uint8 `[blocks, block_bytes]`.
+
+        `bucket` rounds a number of rows up to one that the model computes well (and always with the same bits).
+        """
+        self.pool = pool
+        self.host = host
         self.model = model
         self.sampler = sampler
         self.block_size = block_size
@@ -46,10 +58,22 @@ class ModelRunner:
         self.bucket = bucket
 
     @torch.inference_mode()
+    def move(self, plan: Plan) -> None:
+        for pairs, source, target in (
+            (plan.swap_out, self.pool, self.host),
+            (plan.swap_in, self.host, self.pool),
+            (plan.copies, self.pool, self.pool),
+        ):
+            if pairs:
+                read, write = torch.tensor(pairs, dtype=torch.int64).T
+                copied = source.index_select(0, read.to(source.device))
+                target.index_copy_(0, write.to(target.device), copied.to(target.device))
+
+    @torch.inference_mode()
     def execute(self, plan: Plan) -> Sampled:
         batch = self.batch(plan)
         logits = self.model.forward(batch)
-        return self.sampler.sample(logits, [self._row(piece.seq) for piece in plan.sampling])
+        return self.sampler.sample(logits, [self._row(seq) for seq in plan.sampling])
 
     def forget(self, seq: Sequence) -> None:
         self.sampler.forget(seq.uid)
@@ -69,8 +93,7 @@ class ModelRunner:
             positions += range(piece.start, end)
             slots += [table[p // size] * size + p % size for p in range(piece.start, end)]
             cu_seqlens.append(len(ids))
-            if piece.samples:
-                sample_rows.append(len(ids) - 1)
+            sample_rows += [len(ids) - 1] * len(piece.sampling)
         padding = self.bucket(len(ids)) - len(ids)
         attention = AttentionBatch(
             slots=torch.tensor(slots + [-1] * padding, dtype=torch.int64),

@@ -1,157 +1,289 @@
 """Decides what each step computes: who runs, how many tokens, whose blocks are taken away.
 
 One rule: a step moves every running sequence's `num_computed_tokens` towards its `num_tokens`, under one token budget.
-Decoding, chunked prefill, prefix hits and recomputing after a preemption are all cases of it.
+Decoding, chunked prefill, prefix hits and recomputing after a preemption are all cases of it. In order:
 
-`schedule()` reserves blocks and changes statuses, nothing else, and returns an immutable `Plan` that ends in exactly
-one `commit(plan)` or `abandon(plan)`.
+    running sequences (decodes, then prefill chunks), preempting where there is no room
+    → only if nothing was preempted: SWAPPED ones return, then WAITING ones come in
+
+`schedule()` reserves blocks and changes statuses, nothing else, and returns an immutable `Plan`. Its copies are made
+(`moved`), then it ends in exactly one `commit(plan)` or `abandon(plan)`.
 """
 
 from __future__ import annotations
 
 import bisect
-import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from engine import policy
-from engine.block_manager import BlockManager, IntegrityError
+from engine.block_manager import BlockManager, Hit, IntegrityError
 from engine.config import EngineConfig
 from engine.plan import Plan, Slice
 from engine.request import Request
 from engine.sequence import Sequence, SequenceStatus
+from engine.waiting import WaitingQueue
+
+_LOOKAHEAD = 4
+"""Blocked sequences that a step looks past."""
+_PROMPT_LOGPROBS_CHUNK = 256
+"""Tokens of a prompt whose logprobs are wanted that a step computes: each needs a row of logits."""
+
+
+@dataclass
+class _Draft:
+    """A plan in the making."""
+
+    budget: int
+    only: Request | None
+    counts: dict[Sequence, int] = field(default_factory=dict)
+    admitted: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    forks: dict[Sequence, tuple[Sequence, ...]] = field(default_factory=dict)
+    entered: int = 0
+    """How many came back or came in."""
+
+    def concerns(self, seq: Sequence) -> bool:
+        return self.only is None or seq.request is self.only
 
 
 class Scheduler:
-    """Owns the places of live sequences: each is waiting, parked behind a prefix, or running, and nowhere else."""
+    """Owns the places of live sequences: each is waiting, held back for a fork, running or swapped, in one alone."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, cost: policy.PreemptionCost | None = None) -> None:
         self.config = config
-        self.blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_caching)
+        self.cost = cost or policy.PreemptionCost()
+        self.blocks = BlockManager(
+            config.num_blocks,
+            config.block_size,
+            host_slots=config.host_slots,
+            prefix_caching=config.prefix_caching,
+        )
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         """In the order of `policy.rank`."""
-        self.num_waiting = 0
-        """Sequences in WAITING, parked ones included."""
-        self.preemptions = 0
-        self._waiting: list[tuple[policy.Rank, Sequence]] = []
-        """A heap; entries whose sequence has ended are skipped when they surface."""
+        self.swapped: list[Sequence] = []
+        """In the order of `policy.rank`."""
+        self.lengths = policy.OutputLengths()
+        self.budget = config.max_num_batched_tokens
+        """Tokens a step may compute; lower for a while after the device ran out of memory."""
+        self.swaps = 0
+        self.recomputes = 0
+        self._children: dict[Sequence, list[Sequence]] = {}
+        """First choice → the other choices of its request, held back until its prompt is computed."""
         self._computing: dict[bytes, Sequence] = {}
         """Hash of a prefix block → the running sequence that is about to compute it."""
-        self._parked: dict[bytes, list[Sequence]] = {}
-        """Who waits for that block rather than compute it as well."""
         self._watermark = int(config.watermark * config.num_blocks)
 
     # ── places ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def add(self, seq: Sequence) -> None:
-        """Queue a WAITING sequence."""
-        self.num_waiting += 1
-        heapq.heappush(self._waiting, (policy.rank(seq), seq))
+    def add(self, request: Request) -> None:
+        """Queue a request: its first choice waits, the others wait to be forked from it."""
+        first, *others = request.sequences
+        self.waiting.push(first)
+        if others:
+            self._children[first] = others
+
+    @property
+    def num_waiting(self) -> int:
+        return self.waiting.count + sum(len(children) for children in self._children.values())
 
     def end(self, seq: Sequence, status: SequenceStatus) -> None:
-        """Move a live sequence to FINISHED or CANCELLED and free its blocks, whatever state it is in."""
+        """Move a live sequence to FINISHED or CANCELLED and free its blocks in both tiers, whatever state it is in."""
         was = seq.status
         seq.move_to(status)
+        self._free_children(seq)
         if was is SequenceStatus.WAITING:
-            self.num_waiting -= 1
-            self._compact()
+            siblings = self._children.get(seq.request.sequences[0])
+            if siblings is not None and seq in siblings:
+                siblings.remove(seq)
+            else:
+                self.waiting.left()
         elif was is SequenceStatus.RUNNING:
             self._leave_running(seq)
+        elif was is SequenceStatus.SWAPPED:
+            _remove(self.swapped, seq)
         self.blocks.free(seq)
 
     def _leave_running(self, seq: Sequence) -> None:
-        del self.running[bisect.bisect_left(self.running, policy.rank(seq), key=policy.rank)]
+        _remove(self.running, seq)
         for digest in [d for d, owner in self._computing.items() if owner is seq]:
             self._release(digest)
 
-    def _compact(self) -> None:
-        """Forget ended entries before they outnumber the live ones."""
-        if len(self._waiting) > 2 * self.num_waiting + 16 or not self.num_waiting:
-            self._waiting = [e for e in self._waiting if e[1].status is SequenceStatus.WAITING]
-            heapq.heapify(self._waiting)
+    def _free_children(self, first: Sequence) -> None:
+        """Those still held back wait like anybody else: the prompt's blocks will be a prefix hit for them."""
+        for child in self._children.pop(first, ()):
+            if child.status is SequenceStatus.WAITING:
+                self.waiting.push(child)
 
     # ── one step ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def schedule(self, only: Request | None = None) -> Plan:
         """Plan a step; with `only`, for the sequences of that request alone."""
-        budget = self.config.max_num_batched_tokens
-        planned: dict[Sequence, int] = {}
-        admitted: list[Sequence] = []
-        preempted: list[Sequence] = []
-        for seq in self._in_turn(only):
-            if budget and seq.status is SequenceStatus.RUNNING:
-                planned[seq] = count = min(seq.num_uncomputed_tokens, budget)
-                budget -= count
-                for loser in self._make_room(seq, count):
-                    budget += planned.pop(loser, 0)
-                    preempted.append(loser)
-        if not preempted:
-            self._admit(budget, planned, admitted, only)
+        draft = _Draft(self.budget, only)
+        for seq in self._in_turn(draft):
+            if draft.budget and seq.status is SequenceStatus.RUNNING:
+                self._go_on(seq, draft)
+        if not draft.preempted:
+            self._let_in(draft)
+        self._plan_forks(draft)
+        moves = self.blocks.moves
         slices = tuple(
-            Slice(seq, seq.num_computed_tokens, count, samples=count == seq.num_uncomputed_tokens)
-            for seq, count in planned.items()
+            Slice(seq, seq.num_computed_tokens, count, count == seq.num_uncomputed_tokens, draft.forks.get(seq, ()))
+            for seq, count in draft.counts.items()
         )
-        return Plan(slices, admitted=tuple(admitted), preempted=tuple(preempted))
+        return Plan(
+            slices,
+            admitted=tuple(draft.admitted),
+            preempted=tuple(draft.preempted),
+            swap_out=tuple(moves.out),
+            swap_in=tuple(moves.into),
+            copies=tuple((read, write) for write, read in moves.copies.items()),
+        )
 
-    def _in_turn(self, only: Request | None) -> Iterator[Sequence]:
+    def _in_turn(self, draft: _Draft) -> Iterator[Sequence]:
         """Running sequences in order, those that decode before those that prefill; safe against preemption."""
-        running = [s for s in self.running if only is None or s.request is only]
-        yield from (s for s in running if s.num_uncomputed_tokens == 1)
-        yield from (s for s in running if s.num_uncomputed_tokens != 1)
+        running = [seq for seq in self.running if draft.concerns(seq)]
+        yield from (seq for seq in running if seq.num_uncomputed_tokens == 1)
+        yield from (seq for seq in running if seq.num_uncomputed_tokens != 1)
 
-    def _make_room(self, seq: Sequence, count: int) -> list[Sequence]:
-        """Reserve blocks for `count` more tokens of `seq`; returns who was preempted for it, at last `seq` itself."""
-        losers: list[Sequence] = []
-        while seq not in losers and not self.blocks.allocate(seq, seq.num_computed_tokens + count):
-            losers.append(policy.victim(self.running))
-            self._preempt(losers[-1])
-        return losers
+    def _go_on(self, seq: Sequence, draft: _Draft) -> None:
+        """Give a running sequence its next tokens, taking blocks from others or, at last, from itself."""
+        count = self._chunk(seq, draft.budget)
+        draft.counts[seq] = count
+        draft.budget -= count
+        while seq in draft.counts and not self.blocks.allocate(seq, seq.num_computed_tokens + count):
+            # The first in the order of service is spared unless it is alone, which is why every step makes progress.
+            self._preempt(policy.victim(self.running[1:] or self.running, self.blocks.device), draft)
 
-    def _preempt(self, seq: Sequence) -> None:
-        """Back to WAITING; its tokens stay, their KV will be recomputed (or found in the prefix cache)."""
-        self._leave_running(seq)
-        self.blocks.free(seq)
-        seq.move_to(SequenceStatus.WAITING)
-        self.preemptions += 1
-        self.add(seq)
-
-    def _admit(self, budget: int, planned: dict[Sequence, int], admitted: list[Sequence], only: Request | None) -> None:
-        """WAITING to RUNNING, in order, while sequences, tokens and blocks last; the head is never overtaken."""
-        skipped: list[tuple[policy.Rank, Sequence]] = []
-        while self._waiting and budget and len(self.running) < self.config.max_num_seqs:
-            seq = self._waiting[0][1]
-            if seq.status is not SequenceStatus.WAITING:
-                heapq.heappop(self._waiting)
-            elif only is not None and seq.request is not only:
-                skipped.append(heapq.heappop(self._waiting))
-            else:
-                hits = self.blocks.match(seq)
-                if self._park(seq, len(hits)):
-                    heapq.heappop(self._waiting)
-                    continue
-                spare = self.blocks.room_for(seq.num_tokens, hits)
-                if spare < (self._watermark if self.running else 0):
-                    break
-                heapq.heappop(self._waiting)
-                count = self._start(seq, hits, budget)
-                budget -= count
-                planned[seq] = count
-                admitted.append(seq)
-        for entry in skipped:
-            heapq.heappush(self._waiting, entry)
-
-    def _start(self, seq: Sequence, hits: list[int], budget: int) -> int:
-        """Give a waiting sequence its first blocks; returns how many tokens it computes in this step."""
-        self.blocks.adopt(seq, hits)
+    def _chunk(self, seq: Sequence, budget: int) -> int:
         count = min(seq.num_uncomputed_tokens, budget)
-        self.blocks.allocate(seq, seq.num_computed_tokens + count)
-        seq.move_to(SequenceStatus.RUNNING)
-        self.num_waiting -= 1
-        self._compact()
-        bisect.insort(self.running, seq, key=policy.rank)
-        if self.blocks.prefix_caching:
-            for i in range(len(hits), seq.num_tokens // self.config.block_size):
-                self._computing.setdefault(self.blocks.block_hash(seq, i), seq)
+        if seq.request.params.prompt_logprobs is not None and seq.num_computed_tokens < seq.num_prompt_tokens:
+            count = min(count, _PROMPT_LOGPROBS_CHUNK)
         return count
+
+    def _preempt(self, seq: Sequence, draft: _Draft) -> None:
+        """Take the device blocks of a running sequence: to the host tier if that pays and has room, else for good."""
+        draft.budget += draft.counts.pop(seq, 0)
+        draft.preempted.append(seq)
+        self._leave_running(seq)
+        if self.cost.swaps and self.blocks.swap_out(seq):
+            seq.move_to(SequenceStatus.SWAPPED)
+            bisect.insort(self.swapped, seq, key=policy.rank)
+            self.swaps += 1
+        else:
+            self.blocks.free(seq)
+            seq.move_to(SequenceStatus.WAITING)
+            self.waiting.push(seq)
+            self.recomputes += 1
+
+    # ── coming in ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _let_in(self, draft: _Draft) -> None:
+        """SWAPPED and WAITING to RUNNING while sequences, tokens and blocks last.
+
+        Swapped ones come first, except after waiting ones of a higher lane. A blocked sequence may be overtaken
+        `max_overtakes` times; one of a higher lane than some that run takes their place.
+        """
+        blocked: list[Sequence] = []
+        skipped: list[Sequence] = []
+        while draft.budget and (seq := self._next(draft, skipped)) is not None:
+            swapped = seq.status is SequenceStatus.SWAPPED
+            hits = self.blocks.swapped(seq) if swapped else self.blocks.match(seq)
+            if not swapped and self._park(seq, len(hits)):
+                continue
+            if self._may_enter(seq, hits):
+                self._enter(seq, hits, draft)
+                for passed in blocked:
+                    passed.overtaken += 1
+                continue
+            if swapped or self._take_place(seq, hits, draft) or not self._may_be_overtaken(seq, blocked):
+                break
+            self.waiting.pop()
+            blocked.append(seq)
+        for seq in (*blocked, *skipped):
+            self.waiting.put_back(seq)
+
+    def _next(self, draft: _Draft, skipped: list[Sequence]) -> Sequence | None:
+        """Who may come in next, if anybody; what `only` leaves out is skipped."""
+        while (seq := self.waiting.peek()) is not None and not draft.concerns(seq):
+            self.waiting.pop()
+            skipped.append(seq)
+        back = next((s for s in self.swapped if draft.concerns(s)), None)
+        if back is None or (seq is not None and _goes_before(seq, back)):
+            return seq
+        return back
+
+    def _may_enter(self, seq: Sequence, hits: list[Hit]) -> bool:
+        """Whether there is room for all tokens of `seq` now, and for all that run to end as long as is expected."""
+        if len(self.running) >= self.config.max_num_seqs:
+            return False
+        spare = self.blocks.room_for(seq.num_tokens, hits)
+        if not self.running:
+            return spare >= 0
+        if spare < self._watermark:
+            return False
+        everybody = [*self.running, *(() if seq.status is SequenceStatus.SWAPPED else self.swapped), seq]
+        tokens = np.fromiter((s.num_tokens for s in everybody), np.int64)
+        done = np.fromiter((s.num_output_tokens for s in everybody), np.int64)
+        limits = np.fromiter((s.max_tokens for s in everybody), np.int64)
+        need = policy.peak(tokens, self.lengths.remaining(done, limits), self.config.block_size)
+        refs = self.blocks.device.refs
+        shared = sum(len(s.block_table) for s in self.running) - (self.config.num_blocks - self.blocks.num_free)
+        shared += sum(1 for hit in hits if hit.block is not None and refs[hit.block])
+        return need - shared <= self.config.num_blocks - self._watermark
+
+    def _take_place(self, seq: Sequence, hits: list[Hit], draft: _Draft) -> bool:
+        """Preempt one of a lower lane, if that can make room for `seq`; it comes in at a later step then."""
+        lower = [s for s in self.running if _goes_before(seq, s)]
+        room = self.blocks.room_for(seq.num_tokens, hits) + sum(len(s.block_table) for s in lower)
+        if draft.entered or not lower or room < 0:
+            return False
+        self._preempt(policy.victim(lower, self.blocks.device), draft)
+        return True
+
+    def _may_be_overtaken(self, seq: Sequence, blocked: list[Sequence]) -> bool:
+        return (
+            len(self.running) < self.config.max_num_seqs
+            and len(blocked) < _LOOKAHEAD
+            and seq.overtaken < self.config.max_overtakes
+            and not self.swapped
+        )
+
+    def _enter(self, seq: Sequence, hits: list[Hit], draft: _Draft) -> None:
+        """Give a waiting or swapped sequence its blocks and its first tokens of this step."""
+        if seq.status is SequenceStatus.SWAPPED:
+            _remove(self.swapped, seq)
+            self.blocks.adopt(seq, hits, seq.num_computed_tokens)
+        else:
+            self.waiting.pop()
+            draft.admitted.append(seq)
+            self.blocks.adopt(seq, hits, len(hits) * self.config.block_size)
+        count = self._chunk(seq, draft.budget)
+        self.blocks.allocate(seq, seq.num_computed_tokens + count)
+        waited = seq.status is SequenceStatus.WAITING
+        seq.move_to(SequenceStatus.RUNNING)
+        if waited:
+            self.waiting.left()
+        bisect.insort(self.running, seq, key=policy.rank)
+        draft.counts[seq] = count
+        draft.budget -= count
+        draft.entered += 1
+        if self.blocks.prefix_caching:
+            for i in range(seq.num_computed_tokens // self.config.block_size, seq.num_tokens // self.config.block_size):
+                self._computing.setdefault(self.blocks.block_hash(seq, i), seq)
+
+    def _plan_forks(self, draft: _Draft) -> None:
+        """Where a prompt is complete after this step, its other choices start: as many as there is room for."""
+        for seq, count in draft.counts.items():
+            if seq in self._children and count == seq.num_uncomputed_tokens:
+                # Each will soon need a block of its own: a copy of the partial last one, or the next.
+                planned = sum(len(forks) for forks in draft.forks.values())
+                places = self.config.max_num_seqs - len(self.running) - planned
+                room = self.blocks.num_free - self._watermark - planned
+                draft.forks[seq] = tuple(self._children[seq][: max(0, min(places, room))])
 
     # ── prefixes being computed right now ─────────────────────────────────────────────────────────────────────────
 
@@ -160,22 +292,25 @@ class Scheduler:
         if not self.blocks.prefix_caching or hits >= (seq.num_tokens - 1) // self.config.block_size:
             return False
         digest = self.blocks.block_hash(seq, hits)
-        if digest not in self._computing:
+        if digest not in self._computing or seq.request.params.prompt_logprobs is not None:
             return False
-        self._parked.setdefault(digest, []).append(seq)
+        self.waiting.pop()
+        self.waiting.park(seq, digest)
         return True
 
     def _release(self, digest: bytes) -> None:
-        """The block is computed, or will not be: who waited for it is back in the queue."""
+        """The block is computed, or will not be."""
         self._computing.pop(digest, None)
-        for seq in self._parked.pop(digest, ()):
-            if seq.status is SequenceStatus.WAITING:
-                heapq.heappush(self._waiting, (policy.rank(seq), seq))
+        self.waiting.release(digest)
 
     # ── the end of a step ─────────────────────────────────────────────────────────────────────────────────────────
 
+    def moved(self) -> None:
+        """The copies of the last plan have been made."""
+        self.blocks.moved()
+
     def commit(self, plan: Plan) -> None:
-        """The forward has run: what it computed counts, and full blocks become findable."""
+        """The forward has run: what it computed counts, full blocks become findable, forks run."""
         size = self.config.block_size
         for piece in plan.slices:
             seq = piece.seq
@@ -186,6 +321,18 @@ class Scheduler:
             if self._computing:
                 for i in range(piece.start // size, seq.num_computed_tokens // size):
                     self._release(self.blocks.block_hash(seq, i))
+            if piece.samples and seq in self._children:
+                self._fork(seq, piece.forks)
+        self.budget = min(self.config.max_num_batched_tokens, self.budget + max(1, self.budget // 16))
+
+    def _fork(self, seq: Sequence, children: Iterable[Sequence]) -> None:
+        for child in children:
+            self._children[seq].remove(child)
+            child.num_cached_tokens = child.num_prompt_tokens
+            self.blocks.fork(seq, child)
+            child.move_to(SequenceStatus.RUNNING)
+            bisect.insort(self.running, child, key=policy.rank)
+        self._free_children(seq)
 
     def abandon(self, plan: Plan) -> None:
         """The forward did not run: blocks return, the admitted go back to WAITING. Preempted ones stay so."""
@@ -194,39 +341,59 @@ class Scheduler:
                 self._leave_running(seq)
                 self.blocks.free(seq)
                 seq.move_to(SequenceStatus.WAITING)
-                self.add(seq)
+                self.waiting.push(seq)
         for piece in plan.slices:
             if piece.seq.status is SequenceStatus.RUNNING:
                 self.blocks.trim(piece.seq)
 
+    def shrink(self, plan: Plan) -> None:
+        """The device ran out of memory over this plan: the next ones are half as large, and grow again step by step."""
+        self.budget = max(1, plan.num_tokens // 2)
+
     # ── self-check ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def check_integrity(self, live: Callable[[], Iterator[Sequence]]) -> None:
+    def check_integrity(self, live: Iterable[Sequence]) -> None:
         """Compare every book with every live sequence.
 
         Raises:
             IntegrityError: a sequence is in two places or in none, a block leaked, or something outlived its request.
         """
-        sequences = list(live())
+        sequences = list(live)
         self.blocks.check_integrity(sequences)
-        running = {s.uid for s in self.running}
-        parked = [s.uid for group in self._parked.values() for s in group if s.status is SequenceStatus.WAITING]
-        queued = [s.uid for _, s in self._waiting if s.status is SequenceStatus.WAITING]
-        places = [*running, *parked, *queued]
-        if len(places) != len(set(places)) or len(running) != len(self.running):
-            raise IntegrityError("a sequence is in two places")
-        for seq in sequences:
-            if (seq.status is SequenceStatus.RUNNING) != (seq.uid in running):
-                raise IntegrityError(f"{seq!r} is in the wrong place")
-            if seq.status is not SequenceStatus.RUNNING and seq.block_table:
-                raise IntegrityError(f"{seq!r} holds blocks without running")
-        if set(places) != {s.uid for s in sequences}:
-            raise IntegrityError("the scheduler and the engine know different sequences")
-        if self.num_waiting != len(parked) + len(queued):
-            raise IntegrityError(f"{self.num_waiting} counted as waiting, {len(parked) + len(queued)} are")
-        if [policy.rank(s) for s in self.running] != sorted(policy.rank(s) for s in self.running):
-            raise IntegrityError("running is out of order")
+        held_back = [child for children in self._children.values() for child in children]
+        places = {
+            SequenceStatus.WAITING: [*self.waiting, *held_back],
+            SequenceStatus.RUNNING: self.running,
+            SequenceStatus.SWAPPED: self.swapped,
+        }
+        found = [seq.uid for group in places.values() for seq in group]
+        if sorted(found) != sorted(seq.uid for seq in sequences):
+            raise IntegrityError("a sequence is in two places, in none, or outlived its request")
+        for status, group in places.items():
+            for seq in group:
+                if seq.status is not status:
+                    raise IntegrityError(f"{seq!r} is in the place of {status.name}")
+                if (seq.block_table and status is not SequenceStatus.RUNNING) or (
+                    seq.host_table and status is not SequenceStatus.SWAPPED
+                ):
+                    raise IntegrityError(f"{seq!r} holds blocks of another state")
+        if self.waiting.count != len(list(self.waiting)):
+            raise IntegrityError(f"{self.waiting.count} counted as waiting, {len(list(self.waiting))} are")
+        for group in (self.running, self.swapped):
+            if [policy.rank(s) for s in group] != sorted(policy.rank(s) for s in group):
+                raise IntegrityError("out of order")
         if any(owner.status is not SequenceStatus.RUNNING for owner in self._computing.values()):
             raise IntegrityError("a prefix is waited for that nobody computes")
-        if not set(self._parked) <= set(self._computing):
+        if not self.waiting.parked_behind <= set(self._computing):
             raise IntegrityError("a sequence is parked behind a prefix that nobody computes")
+        if any(first.status.ended for first in self._children):
+            raise IntegrityError("a choice waits to be forked from one that has ended")
+
+
+def _goes_before(seq: Sequence, other: Sequence) -> bool:
+    """Whether a newcomer may take the place of `other`: its lane is higher, and `other` has not aged past it."""
+    return seq.request.priority < other.request.priority and policy.rank(seq) < policy.rank(other)
+
+
+def _remove(ordered: list[Sequence], seq: Sequence) -> None:
+    del ordered[bisect.bisect_left(ordered, policy.rank(seq), key=policy.rank)]

@@ -79,11 +79,13 @@ class Sequence:
         "block_hashes",
         "block_table",
         "finish_reason",
+        "host_table",
         "index",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_sent_tokens",
+        "overtaken",
         "request",
         "status",
         "stop",
@@ -108,6 +110,10 @@ class Sequence:
         """Output ids that deltas have carried."""
         self.block_table: list[int] = []
         """Block ids in the order of the tokens they hold."""
+        self.host_table: list[int] = []
+        """Slots of the host tier, while SWAPPED."""
+        self.overtaken = 0
+        """How many came in before it while there was no room for it."""
         self.block_hashes: list[bytes] = []
         """Memo of the chained hashes of the full blocks of `tokens`; a function of `tokens` alone."""
         self.text = text

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from engine.block_manager import Moves
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.outputs import Delta, Finished, StepOutput
@@ -45,12 +46,25 @@ class StubRunner:
         self.block_size = config.block_size
         noise = np.random.default_rng(garbage)
         self.pool = noise.integers(1 << 63, size=config.num_blocks * config.block_size, dtype=np.uint64)
+        self.host = noise.integers(1 << 63, size=(config.host_slots, config.block_size), dtype=np.uint64)
         self.sampler = Sampler(VOCAB)
         self.raises: set[str] = set()
         """Ids of requests whose forward raises."""
         self.poisons: set[str] = set()
         """Ids of requests whose logits are NaN."""
         self.plans: list[Plan] = []
+
+    def move(self, plan: Plan) -> None:
+        device, host = self.pool.reshape(-1, self.block_size), self.host
+        for source, target, pairs in (
+            (device, host, plan.swap_out),
+            (host, device, plan.swap_in),
+            (device, device, plan.copies),
+        ):
+            assert len({to for _, to in pairs}) == len(pairs), "one block is written twice"
+            copied = [(to, source[origin].copy()) for origin, to in pairs]
+            for to, entries in copied:
+                target[to] = entries
 
     def execute(self, plan: Plan) -> Sampled:
         self.plans.append(plan)
@@ -62,11 +76,10 @@ class StubRunner:
             positions = np.arange(piece.start, end, dtype=np.uint64)
             entries = (tokens * np.uint64(1_000_003) + positions * np.uint64(7_919) + np.uint64(12_345)) * _ODD
             self.pool[self._slots(piece.seq, end)[piece.start :]] = entries
-        rows = [piece.seq for piece in plan.sampling]
+        rows = [self._logits(piece.seq) for piece in plan.slices for _ in piece.sampling]
         if not rows:
             return Sampled(())
-        logits = torch.stack([self._logits(seq) for seq in rows])
-        return self.sampler.sample(logits, [_row(seq) for seq in rows])
+        return self.sampler.sample(torch.stack(rows), [_row(seq) for seq in plan.sampling])
 
     def forget(self, seq: Sequence) -> None:
         self.sampler.forget(seq.uid)
@@ -131,6 +144,13 @@ def steps(engine: Engine, limit: int = 10_000) -> Iterator[StepOutput]:
     raise AssertionError(f"the engine still had work after {limit} steps")
 
 
+def expect_short_outputs(engine: Engine) -> None:
+    """Make admission careless: it believes that everybody ends after one token, so that there will be preemptions."""
+    for _ in range(20):
+        engine.scheduler.lengths.learn(1)
+    engine.scheduler.lengths.learn = lambda length: None  # type: ignore[method-assign]
+
+
 class Collector:
     """What a reader sees of each request, and whether it is what was promised."""
 
@@ -179,9 +199,12 @@ def expect_idle(engine: Engine) -> None:
     """All blocks free, and nothing of any request left in any book."""
     engine.check_integrity()
     scheduler = engine.scheduler
-    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
-    assert (scheduler.num_waiting, scheduler.running, scheduler._waiting) == (0, [], [])
-    assert (scheduler._computing, scheduler._parked) == ({}, {})
+    assert scheduler.blocks.device.num_free == scheduler.blocks.device.size
+    assert scheduler.blocks.host.num_free == scheduler.blocks.host.size
+    assert (scheduler.num_waiting, scheduler.running, scheduler.swapped) == (0, [], [])
+    assert (scheduler.waiting._heap, scheduler.waiting._parked) == ([], {})
+    assert (scheduler._computing, scheduler._children) == ({}, {})
+    assert scheduler.blocks.moves == Moves()
     assert (engine._requests, engine._endings, engine._gated) == ({}, {}, set())
     assert engine._deadlines._heap == []
     sampler = engine._runner.sampler  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ import pytest
 from engine.outputs import Fault, Outcome
 from engine.request import InvalidRequest, PromptTooLong, Request
 from engine.sequence import FinishReason
-from tests.engine.stub import Collector, alone, expect_idle, make_engine, request, run, steps
+from tests.engine.stub import Collector, alone, expect_idle, expect_short_outputs, make_engine, request, run, steps
 
 
 def test_a_request_ends_with_its_text_and_all_blocks_back() -> None:
@@ -80,7 +80,7 @@ def test_choices_share_the_prompt_and_differ_in_noise() -> None:
     assert (last.prompt_tokens, last.completion_tokens, last.cached_tokens) == (13, 24, 0)
     assert last.choices == alone(one).choices
     computed = sum(p.num_tokens for p in runner.plans)
-    assert computed == 13 + 3 * 1 + 4 * 5, "the shared prefix is computed once"
+    assert computed == 13 + 4 * 5, "the prompt is computed once, for all"
 
 
 def test_a_seed_repeats_itself_whatever_the_neighbours() -> None:
@@ -271,6 +271,7 @@ def test_the_gate_sees_each_request_once_and_before_its_forward() -> None:
             seen.append(one.id)
 
     engine.gate = gate
+    expect_short_outputs(engine)
     run(engine, *(request(f"r{i}", [i + 1] * 5, 20, n=2, ignore_eos=True) for i in range(4)))
     assert engine.stats().preemptions_recompute > 0
     assert seen == ["r0", "r1", "r2", "r3"]

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.outputs import Outcome
 from engine.request import Request
-from tests.engine.stub import Collector, alone, expect_idle, make_engine, request
+from tests.engine.stub import Collector, alone, expect_idle, expect_short_outputs, make_engine, request
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -30,8 +30,23 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.integers(1, 24),
         seqs=st.integers(1, 6),
         caching=st.booleans(),
+        host_slots=st.sampled_from([0, 1, 3, 40]),
+        max_overtakes=st.integers(0, 3),
+        aging=st.sampled_from([0.0, 5.0, 100.0]),
+        careless=st.booleans(),
     )
-    def start(self, block_size: int, spare: int, budget: int, seqs: int, caching: bool) -> None:
+    def start(
+        self,
+        block_size: int,
+        spare: int,
+        budget: int,
+        seqs: int,
+        caching: bool,
+        host_slots: int,
+        max_overtakes: int,
+        aging: float,
+        careless: bool,
+    ) -> None:
         self.engine, self.runner = make_engine(
             garbage=1,
             block_size=block_size,
@@ -40,8 +55,13 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             max_num_seqs=seqs,
             prefix_caching=caching,
+            host_slots=host_slots,
+            max_overtakes=max_overtakes,
+            aging_seconds=aging,
         )
         self.engine._clock = lambda: self.now
+        if careless:
+            expect_short_outputs(self.engine)
 
     @rule(
         # A tiny alphabet, so that prompts share prefixes.
@@ -104,7 +124,10 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule()
     def abandoned_step(self) -> None:
-        self.engine.scheduler.abandon(self.engine.scheduler.schedule())
+        plan = self.engine.scheduler.schedule()
+        self.runner.move(plan)
+        self.engine.scheduler.moved()
+        self.engine.scheduler.abandon(plan)
 
     @invariant()
     def books_balance(self) -> None:
@@ -132,7 +155,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestMachine = EngineMachine.TestCase
 TestMachine.settings = settings(
-    max_examples=150, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

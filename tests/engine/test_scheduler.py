@@ -6,7 +6,7 @@ import pytest
 
 from engine.engine import Engine
 from engine.plan import Plan
-from tests.engine.stub import StubRunner, alone, expect_idle, make_engine, request, run, steps
+from tests.engine.stub import StubRunner, alone, expect_idle, expect_short_outputs, make_engine, request, run, steps
 
 
 def shape(plan: Plan) -> list[tuple[str, int, int]]:
@@ -91,6 +91,7 @@ def test_who_waits_for_a_prefix_goes_on_when_its_first_is_cancelled() -> None:
 
 def test_under_pressure_the_last_gives_way_and_everyone_gets_its_own_text() -> None:
     engine, _ = make_engine(num_blocks=8, block_size=4, max_model_len=32)
+    expect_short_outputs(engine)
     requests = [request(f"r{i}", [i + 1] * 5, max_tokens=20, ignore_eos=True) for i in range(4)]
     finished = run(engine, *requests)
     assert engine.stats().preemptions_recompute > 0
@@ -100,6 +101,7 @@ def test_under_pressure_the_last_gives_way_and_everyone_gets_its_own_text() -> N
 
 def test_nothing_is_admitted_in_a_step_that_preempted() -> None:
     engine, runner = make_engine(num_blocks=6, block_size=2, max_model_len=12, watermark=0.0)
+    expect_short_outputs(engine)
     for i in range(5):
         engine.add(request(f"r{i}", [i + 1] * 3, max_tokens=8, ignore_eos=True))
     drain(engine)
@@ -128,6 +130,7 @@ def test_an_abandoned_plan_leaves_no_trace() -> None:
     scheduler = engine.scheduler
     before = (scheduler.blocks.num_free, [list(s.block_table) for s in scheduler.running], scheduler.num_waiting)
     plan = scheduler.schedule()
+    scheduler.moved()
     assert len(plan.admitted) == 1
     scheduler.abandon(plan)
     engine.check_integrity()
