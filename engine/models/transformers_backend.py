@@ -30,6 +30,7 @@ _IRRELEVANT = frozenset(
         "logits_to_keep",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "position_ids",
         "return_dict",
         "use_cache",
