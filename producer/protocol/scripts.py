@@ -5,7 +5,7 @@ A worker's side, on a synchronous client (thread-safe as that client is):
     scripts = Scripts(client, keys, consumer, result_ttl_s=86400, stream_ttl_s=900)
     scripts.ensure_groups()                                             # at start and after NOGROUP
     scripts.read(count) -> list[Delivery] | None                        # None: paused; at most `count` over all lanes
-    scripts.start(ref, job, prompt_tokens=, ttl_ms=, max_attempts=) -> Started
+    scripts.start(ref, job, prompt_tokens=, ttl_ms=, max_attempts=, nonce=) -> Started
     scripts.publish(batch: TokenBatch) -> list[Refused]
     scripts.finalise(ref, job, result, fence=, published=, events=(), callback=None, dead=None) -> Ending
     scripts.answer(ref, job, result, prompt_tokens=0, callback=None, dead=None) -> Ending      # no text held, no START
@@ -18,20 +18,30 @@ A worker's side, on a synchronous client (thread-safe as that client is):
     scripts.cancel(job_id, reason="user", ttl_s=) -> CancelReply
     scripts.enqueue(entry, priority="normal") -> str                    # the entry ID
 
-The producer's calls (`enqueue_call`, `cancel_call`, `*_reply`) are also here without I/O, for both clients.
+Argument and reply types live in `replies.py`, the producer's calls without I/O in `calls.py`; all can be had from here.
 """
 
 from __future__ import annotations
 
-import enum
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import redis
 from redis.exceptions import ResponseError
 
+from producer.protocol.calls import (
+    Call,
+    EnqueueRefused,
+    JobExists,
+    QueueFull,
+    QuotaExceeded,
+    cancel_call,
+    cancel_reply,
+    enqueue_call,
+    enqueue_reply,
+)
 from producer.protocol.errors import ErrorCode, clean
 from producer.protocol.job import Identity, JobEntry
 from producer.protocol.keys import (
@@ -47,251 +57,42 @@ from producer.protocol.keys import (
     open_stream_ttl,
 )
 from producer.protocol.lua import Runner
-from producer.protocol.result import Result, Status
+from producer.protocol.replies import (
+    CancelReply,
+    DeadLetter,
+    Delivery,
+    Ending,
+    Ref,
+    Refused,
+    Started,
+    StartStatus,
+    TokenBatch,
+    TokenWrite,
+    Why,
+    classify,
+)
+from producer.protocol.result import Result
+
+__all__ = [
+    "CancelReply",
+    "DeadLetter",
+    "Delivery",
+    "Ending",
+    "EnqueueRefused",
+    "JobExists",
+    "QueueFull",
+    "QuotaExceeded",
+    "Ref",
+    "Refused",
+    "Scripts",
+    "StartStatus",
+    "Started",
+    "TokenBatch",
+    "TokenWrite",
+    "Why",
+]
 
 RENEW_CHUNK = 256
-
-
-class Ref(NamedTuple):
-    """Where a job is: its identity in the queue is (lane, entry)."""
-
-    lane: str
-    """`high`, `normal` or `low`."""
-    entry: str
-    id: str
-    """The job's id, or empty for an entry without a usable one."""
-
-    @property
-    def added_ms(self) -> int:
-        """When the entry was added, ms of Redis' clock."""
-        return int(self.entry.partition("-")[0])
-
-
-class Delivery(NamedTuple):
-    """An entry as read from a lane."""
-
-    lane: str
-    entry: str
-    fields: dict[bytes, bytes]
-
-
-class StartStatus(enum.StrEnum):
-    """What became of a START; all but OK have written nothing (DUP acked and deleted the entry)."""
-
-    OK = "OK"
-    CANCELLED = "CANCELLED"
-    EXPIRED = "EXPIRED"
-    SPENT = "SPENT"
-    """It was started `max_attempts` times already."""
-    DUP = "DUP"
-    LOST = "LOST"
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The reply of START."""
-
-    status: StartStatus
-    fence: int
-    attempt: int
-    """Starts so far, this one included if OK."""
-    deaths: int
-    """Takeovers of this job while it was running."""
-    now_ms: int
-    """Redis' clock."""
-    reason: str = ""
-    """Of a cancel."""
-
-
-class Ending(enum.StrEnum):
-    """The reply of FINALISE and ANSWER."""
-
-    OK = "OK"
-    DUP = "DUP"
-    """The id has its result, or another entry is live; this entry is gone. Nothing more to do."""
-    LOST = "LOST"
-    """Another worker holds the entry."""
-    GONE = "GONE"
-    """The stream lacks what was published: START again and finalise with the whole text."""
-
-
-class CancelReply(enum.StrEnum):
-    """What became of a cancel."""
-
-    LATE = "LATE"
-    """The job had ended; nothing changed."""
-    DONE = "DONE"
-    """It was queued or delayed and has its `cancelled` result now."""
-    ASKED = "ASKED"
-    """The key is set; who runs the job will see it."""
-
-
-class TokenWrite(NamedTuple):
-    """One token event still to be published by FINALISE. `token_ids` and `logprobs` are JSON, empty for none.
-
-    `choice` is the event's `index` (a tuple has a method of that name).
-    """
-
-    n: int
-    choice: int
-    text: str
-    tokens: int
-    token_ids: str | bytes = ""
-    logprobs: str | bytes = ""
-
-
-class Why(enum.StrEnum):
-    """Why Redis refused a token event."""
-
-    REPEAT = "repeat"
-    """It is there already: one's own retry."""
-    LOST = "lost"
-    """A higher fence, or the end, is in the stream."""
-    GONE = "gone"
-    """No such stream, or a gap in it: START again and republish the whole text."""
-    ERROR = "error"
-
-
-class Refused(NamedTuple):
-    """A token event that was not appended; after all but REPEAT its stream's later events are refused too."""
-
-    job_id: str
-    n: int
-    why: Why
-    last_id: str
-    """The stream's last ID where known, or the server's error."""
-
-
-class TokenBatch:
-    """The token events of one engine step, over all sequences, flat as the script wants them."""
-
-    __slots__ = ("_at", "args", "keys", "owners")
-
-    def __init__(self, keys: Keys) -> None:
-        self.keys = keys
-        self.args: list[Any] = []
-        self.owners: list[tuple[str, int]] = []
-        self._at: dict[str, int] = {}
-
-    def add(
-        self,
-        job_id: str,
-        fence: int,
-        n: int,
-        index: int,
-        text: str,
-        tokens: int,
-        token_ids: str | bytes = "",
-        logprobs: str | bytes = "",
-    ) -> None:
-        """Append event `<fence>-<n>` of a job; `n` counts up without gaps over all its choices."""
-        at = self._at.setdefault(job_id, len(self._at) + 1)
-        self.args += (at, f"{fence}-{n}", index, text, tokens, token_ids, logprobs)
-        self.owners.append((job_id, n))
-
-    def __len__(self) -> int:
-        return len(self.owners)
-
-    @property
-    def streams(self) -> list[str]:
-        return [self.keys.out(job_id) for job_id in self._at]
-
-
-@dataclass(frozen=True, slots=True)
-class DeadLetter:
-    """What goes to `dead` beside the result."""
-
-    code: ErrorCode
-    reason: str
-    attempts: int
-    body: bytes = b""
-    """Cut to 64 KiB when written."""
-
-
-class EnqueueRefused(Exception):
-    """The queue did not take a job."""
-
-
-class JobExists(EnqueueRefused):
-    """The id is in use, or its result still lives."""
-
-    def __init__(self, job_id: str, state: str) -> None:
-        self.job_id, self.state = job_id, state
-        super().__init__(f"job {job_id} exists already ({state})")
-
-
-class QueueFull(EnqueueRefused):
-    """`meta.max_depth` jobs are waiting or running."""
-
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        super().__init__(f"the queue is full: {depth} jobs wait or run")
-
-
-class QuotaExceeded(EnqueueRefused):
-    """The tenant has `meta.max_per_tenant` jobs waiting or running."""
-
-    def __init__(self, tenant: str, used: int) -> None:
-        self.tenant, self.used = tenant, used
-        super().__init__(f"tenant {tenant} has {used} jobs waiting or running, its quota")
-
-
-class Call(NamedTuple):
-    """A script call that is yet to be made."""
-
-    script: str
-    keys: list[str]
-    args: list[Any]
-
-
-def enqueue_call(keys: Keys, entry: JobEntry, priority: str) -> Call:
-    """ENQUEUE; its reply goes to `enqueue_reply`. May be repeated as it is, where the reply was lost."""
-    if priority not in LANES:
-        raise ValueError(f"priority: must be one of {', '.join(LANES)}")
-    tenant, group = entry.tenant or "", entry.group or ""
-    names = [*keys.lanes, keys.job(entry.id), keys.result(entry.id), keys.meta, keys.quota(tenant)]
-    names += [keys.group(group), keys.group_out(group), keys.delayed_job(entry.id)]
-    args: list[Any] = [priority, tenant, group, secrets.token_hex(8)]
-    for name, value in entry.fields().items():
-        args += (name, value)
-    return Call("enqueue", names, args)
-
-
-def enqueue_reply(reply: Any, entry: JobEntry) -> str:
-    """The lane's entry ID.
-
-    Raises:
-        JobExists, QueueFull, QuotaExceeded: the job was not taken.
-    """
-    status, value = reply[0], reply[1]
-    if status == b"OK":
-        return str(value.decode())
-    if status == b"EXISTS":
-        raise JobExists(entry.id, value.decode())
-    if status == b"FULL":
-        raise QueueFull(int(value))
-    raise QuotaExceeded(entry.tenant or "", int(value))
-
-
-def cancel_call(
-    keys: Keys,
-    job_id: str,
-    reason: str = "user",
-    ttl_s: int = CANCEL_TTL_S,
-    result_ttl_s: int = RESULT_TTL_S,
-    stream_ttl_s: int = STREAM_TTL_S,
-) -> Call:
-    """CANCEL; its reply is a `CancelReply`."""
-    reason = clean(reason) or "user"
-    json = Result(id=job_id, status=Status.CANCELLED, cancel_reason=reason).to_json()
-    names = [keys.job(job_id), keys.result(job_id), keys.cancel(job_id), keys.out(job_id), keys.delayed]
-    names += [keys.delayed_job(job_id), keys.callbacks, *keys.lanes]
-    args = [keys.root, job_id, reason, max(1, ttl_s), json, result_ttl_s, min(stream_ttl_s, result_ttl_s), GROUP]
-    return Call("cancel", names, args)
-
-
-def cancel_reply(reply: Any) -> CancelReply:
-    return CancelReply(reply.decode())
 
 
 @dataclass
@@ -343,14 +144,23 @@ class Scripts:
         prompt_tokens: int,
         ttl_ms: int | None = None,
         max_attempts: int | None = None,
+        nonce: str | None = None,
     ) -> Started:
         """START: the owner check, the duplicate rule, cancel and deadline, then a new fence and its `start` event.
 
-        With `max_attempts`, a job that was started so often already is not started again (SPENT).
+        With `max_attempts`, a job that was started so often already is not started again (SPENT). A caller
+        that repeats a call whose reply was lost gives the same `nonce` again, and gets the first call's fence.
         """
         names = [self.keys.lane(ref.lane), *self._of(ref.id), *self.keys.lanes]
-        args = [GROUP, ref.entry, self.consumer, ref.lane, open_stream_ttl(self.result_ttl_s), secrets.token_hex(8)]
-        args += [_or_empty(ttl_ms), _or_empty(max_attempts), prompt_tokens, job.group or "", job.tenant or ""]
+        args = [GROUP, ref.entry, self.consumer, ref.lane, open_stream_ttl(self.result_ttl_s)]
+        args += [
+            nonce or secrets.token_hex(8),
+            _or_empty(ttl_ms),
+            _or_empty(max_attempts),
+            prompt_tokens,
+            job.group or "",
+            job.tenant or "",
+        ]
         status, fence, attempt, deaths, now, reason = self._runner.run("start", names, args)
         return Started(
             StartStatus(status.decode()), int(fence), attempt, deaths, int(now), reason.decode("utf-8", "replace")
@@ -369,7 +179,7 @@ class Scripts:
         for number, why, last in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
             fence = int(batch.args[number * 7 + 1].partition("-")[0])
             job_id, n = batch.owners[number]
-            refused.append(_classify(job_id, fence, n, why.decode("utf-8", "replace"), last.decode()))
+            refused.append(classify(job_id, fence, n, why.decode("utf-8", "replace"), last.decode()))
         return refused
 
     def finalise(
@@ -518,15 +328,3 @@ def _or_empty(value: int | None) -> int | str:
 
 def _cut(body: bytes) -> tuple[bytes, str]:
     return body[:DEAD_BODY_BYTES], "1" if len(body) > DEAD_BODY_BYTES else "0"
-
-
-def _classify(job_id: str, fence: int, n: int, why: str, last: str) -> Refused:
-    if why == "GONE":
-        return Refused(job_id, n, Why.GONE, last)
-    if why != "SMALL":
-        return Refused(job_id, n, Why.ERROR, why)
-    first, _, second = last.partition("-")
-    if int(first) > fence:
-        return Refused(job_id, n, Why.LOST, last)
-    repeat = int(first) == fence and int(second) >= n
-    return Refused(job_id, n, Why.REPEAT if repeat else Why.GONE, last)
