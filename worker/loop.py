@@ -11,6 +11,8 @@ from typing import Protocol
 
 from engine.outputs import EngineStats, StepOutput
 from engine.request import Request, RequestError
+from producer.protocol.errors import ErrorCode, JobError
+from worker.results import Answer
 
 
 class EngineLike(Protocol):
@@ -51,16 +53,10 @@ class Drop:
     handle: str
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The engine did not take an `Add`; the message is for the job's sender."""
-
-    handle: str
-    message: str
-
-
 Message = Add | Cancel | Drop
-Output = StepOutput | Refused
+Output = StepOutput | Answer
+Stamped = tuple[float, Output]
+"""An output with the `time.monotonic()` moment at which it came about."""
 
 BACKLOG = 256
 """Steps whose output may wait for the publisher; then the engine waits for it: an outage costs bounded memory."""
@@ -71,7 +67,7 @@ class EngineLoop:
 
     def __init__(self, engine: EngineLike, stop: threading.Event) -> None:
         self.engine = engine
-        self.outbox: queue.Queue[Output] = queue.Queue(BACKLOG)
+        self.outbox: queue.Queue[Stamped] = queue.Queue(BACKLOG)
         self.stats: EngineStats = engine.stats()
         """As of the last step."""
         self.step_since: float | None = None
@@ -109,7 +105,7 @@ class EngineLoop:
         self.step_since = None
         self.stats = self.engine.stats()
         if output:
-            self._give(output)
+            self.give(output)
         if not self.engine.has_work:
             self.engine.check_integrity()
 
@@ -136,7 +132,7 @@ class EngineLoop:
                 try:
                     self.engine.add(request)
                 except RequestError as error:
-                    self._give(Refused(request.id, str(error)))
+                    self.give(Answer.of(request.id, JobError(ErrorCode.INVALID_REQUEST, str(error))))
             case Cancel(handle):
                 self._recall(handle)
                 self.engine.cancel(handle)
@@ -151,10 +147,12 @@ class EngineLoop:
             self._later.remove(request)
             self.engine.add(request)
 
-    def _give(self, output: Output) -> None:
+    def give(self, output: Output) -> None:
+        """Hand an output to the publisher; waits while that is too far behind. From any thread."""
+        stamped = (time.monotonic(), output)
         while not self._stop.is_set():
             try:
-                self.outbox.put(output, timeout=0.2)
+                self.outbox.put(stamped, timeout=0.2)
             except queue.Full:
                 continue
             return
