@@ -281,6 +281,11 @@ class TextFollower:
         self._fresh = ""
         return self._add(whole)
 
+    def restart(self) -> str:
+        """After TextRestarted: forget what was handed out and return the new text so far."""
+        self.text, self._fresh = self._fresh or "", None
+        return self.text
+
     def _add(self, text: str) -> str:
         if self._fresh is None:
             self.text += text
