@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-import secrets
+import itertools
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -40,8 +40,8 @@ class Chunk:
 class Job:
     """One entry of a lane that this worker holds.
 
-    `handle` keys it everywhere here and is the engine's request id: two entries may carry one job id, and Redis
-    alone decides which of them lives.
+    `handle` keys it everywhere here and is the engine's request id: two entries may carry one job id, and an entry may
+    be lost and come back while the engine still clears away its first stay.
     """
 
     lane: str
@@ -55,6 +55,8 @@ class Job:
     callback: str | None = None
     ttl_ms: int | None = None
     max_attempts: int = 1
+    stay: int = field(default_factory=itertools.count().__next__)
+    """Tells one taking of an entry from the next."""
     lease_until: float = 0.0
     """`time.monotonic()` until which the entry is surely ours: one lease after the last renewal was sent."""
 
@@ -67,8 +69,6 @@ class Job:
 
     # From START on.
     phase: Phase = Phase.WAITING
-    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Tells Redis a repeated START from a new one."""
     fence: int = 0
     """Handed out by START; 0 before it."""
     attempt: int = 0
@@ -97,7 +97,7 @@ class Job:
 
     @property
     def handle(self) -> str:
-        return f"{self.lane}/{self.entry}"
+        return f"{self.lane}/{self.entry}/{self.stay}"
 
     @property
     def started(self) -> bool:
@@ -158,27 +158,32 @@ class Held:
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._jobs: dict[str, Job] = {}
+        self._entries: set[tuple[str, str]] = set()
         self._waiting = 0
 
     def add(self, job: Job) -> None:
         """Take up a job that was just delivered.
 
         Raises:
-            ValueError: the entry is held already.
+            ValueError: its entry is held already.
         """
         with self._lock:
-            if job.handle in self._jobs:
-                raise ValueError(f"{job.handle} is held already")
+            if (job.lane, job.entry) in self._entries:
+                raise ValueError(f"{job.lane} {job.entry} is held already")
             self._jobs[job.handle] = job
+            self._entries.add((job.lane, job.entry))
             self._waiting += job.phase is Phase.WAITING
+
+    def holds(self, lane: str, entry: str) -> bool:
+        with self._lock:
+            return (lane, entry) in self._entries
 
     def get(self, handle: str) -> Job | None:
         with self._lock:
             return self._jobs.get(handle)
 
     def owns(self, job: Job) -> bool:
-        with self._lock:
-            return self._jobs.get(job.handle) is job
+        return self.get(job.handle) is job
 
     def begin(self, handle: str) -> Job | None:
         """WAITING → STARTED; None when the job was handed back or lost meanwhile."""
@@ -192,16 +197,16 @@ class Held:
     def rest(self, job: Job) -> None:
         """STARTED → WAITING: its START did not reach Redis."""
         with self._lock:
-            if self._jobs.get(job.handle) is job and job.phase is Phase.STARTED:
+            if job.handle in self._jobs and job.phase is Phase.STARTED:
                 job.phase = Phase.WAITING
                 self._waiting += 1
 
     def forget(self, handle: str) -> Job | None:
         """Let go of a job; the caller has written its end, handed it back or lost it."""
         with self._lock:
-            job = self._jobs.pop(handle, None)
-            if job is not None and job.phase is Phase.WAITING:
-                self._leave_waiting()
+            job = self._jobs.get(handle)
+            if job is not None:
+                self._remove(job)
             return job
 
     def take(self, wanted: Callable[[Job], bool]) -> list[Job]:
@@ -209,15 +214,18 @@ class Held:
         with self._lock:
             taken = [job for job in self._jobs.values() if wanted(job)]
             for job in taken:
-                del self._jobs[job.handle]
-                if job.phase is Phase.WAITING:
-                    self._leave_waiting()
+                self._remove(job)
             return taken
 
-    def renewed(self, jobs: Iterable[Job], until: float) -> None:
-        """The leases of `jobs` were renewed."""
-        for job in jobs:
-            job.lease_until = max(job.lease_until, until)
+    def _remove(self, job: Job) -> None:
+        del self._jobs[job.handle]
+        self._entries.discard((job.lane, job.entry))
+        if job.phase is Phase.WAITING:
+            self._leave_waiting()
+
+    def _leave_waiting(self) -> None:
+        self._waiting -= 1
+        self._room.notify_all()
 
     def all(self) -> list[Job]:
         """A snapshot, oldest delivery first."""
@@ -229,10 +237,6 @@ class Held:
         with self._room:
             self._room.wait_for(lambda: self._waiting < most, timeout)
             return max(0, most - self._waiting)
-
-    def _leave_waiting(self) -> None:
-        self._waiting -= 1
-        self._room.notify_all()
 
     @property
     def waiting(self) -> int:

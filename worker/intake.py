@@ -136,7 +136,7 @@ class Intake:
             who = identify(delivery.fields)
             if who is None:
                 nameless.append(delivery)
-            elif self._held.get(f"{delivery.lane}/{delivery.entry}") is None:  # else Redis went back in time
+            elif not self._held.holds(delivery.lane, delivery.entry):  # else Redis went back in time
                 job = Job(
                     delivery.lane,
                     delivery.entry,

@@ -86,9 +86,10 @@ class Keeper:
         sent = time.monotonic()
         jobs = self._held.all()
         lost = set(self._scripts.renew([job.ref for job in jobs]))
-        self._held.renewed((job for job in jobs if job.ref not in lost), sent + self._settings.lease_seconds)
         for job in jobs:
-            if job.ref in lost and self._held.forget(job.handle) is not None:
+            if job.ref not in lost:
+                job.lease_until = sent + self._settings.lease_seconds
+            elif self._held.forget(job.handle) is not None:
                 log.warning("job_lost", id=job.id, lane=job.lane, entry=job.entry, fence=job.fence)
                 self._loop.post(Drop(job.handle))
         self._renew_at = sent + self._settings.lease_seconds / 3

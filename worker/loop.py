@@ -94,9 +94,13 @@ class EngineLoop:
     def run(self) -> None:
         """Step while there is work, sleep while there is none; returns when `stop` is set."""
         while not self._stop.is_set():
-            self._take_in()
-            if self.engine.has_work or self._dirty:
-                self._step()
+            self.turn()
+
+    def turn(self, wait: bool = True) -> None:
+        """Take messages in, then make one step if there is anything to do; with `wait`, sleep for a message if not."""
+        self._take_in(wait)
+        if self.engine.has_work or self._dirty:
+            self._step()
 
     def _step(self) -> None:
         self._dirty = False
@@ -109,13 +113,13 @@ class EngineLoop:
         if not self.engine.has_work:
             self.engine.check_integrity()
 
-    def _take_in(self) -> None:
+    def _take_in(self, wait: bool) -> None:
         """Apply all messages there are; sleep for one when there is nothing to compute."""
         if self._later and time.monotonic() >= self._later_at:
             later, self._later = self._later, []
             for request in later:
                 self._apply(Add(request))
-        idle = not (self.engine.has_work or self._dirty)
+        idle = wait and not (self.engine.has_work or self._dirty)
         timeout = max(0.0, self._later_at - time.monotonic()) if self._later else None
         try:
             message = self._inbox.get(block=idle, timeout=timeout)

@@ -62,7 +62,7 @@ class Sweeper:
             )
             for entry, fields in entries:
                 delivery = Delivery(lane, entry.decode(), dict(fields or {}))
-                if self._held.get(f"{lane}/{delivery.entry}") is None:
+                if not self._held.holds(lane, delivery.entry):
                     found.append(delivery)
             if cursor in (b"0-0", "0-0"):
                 break
