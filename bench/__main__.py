@@ -13,9 +13,9 @@ import typer
 
 from bench import measure, offline, queued
 from bench.workloads import WORKLOADS, Item
-from engine.engine import Engine
 from worker.cli import settings_from
-from worker.service import build
+from worker.loading import load
+from worker.loop import EngineLike
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="The measured claims of tokenmill.")
 
@@ -61,9 +61,9 @@ def engine(
         print(f"{workload}: through Redis / offline = {measure.ratio(through, direct):.3f}")
 
 
-def _engine(options: dict[str, str]) -> Engine:
+def _engine(options: dict[str, str]) -> EngineLike:
     """The engine exactly as the worker would build it, after one small request."""
-    built, _ = build(settings_from(options))
+    built = load(settings_from(options)).engine
     offline.run(built, [Item((7,) * 20, 4)], "warm-up")
     return built
 

@@ -6,11 +6,11 @@ import time
 
 from bench.measure import Run
 from bench.workloads import Item
-from engine.engine import Engine
 from engine.request import Request, SamplingParams
+from worker.loop import EngineLike
 
 
-def run(engine: Engine, items: list[Item], salt: str) -> Run:
+def run(engine: EngineLike, items: list[Item], salt: str) -> Run:
     """Add all items at once and step until the engine is idle; tokens are timed when their step returns.
 
     Args:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import orjson
 import redis
@@ -93,11 +94,12 @@ class Stack:
 
     def _read(self, ids: list[str]) -> dict[str, list[tuple[float, int]]]:
         """Read all streams to their `final`; per job the moments at which tokens came in, and how many."""
-        last = {self.keys.out(job).encode(): b"0" for job in ids}
+        last: dict[Any, Any] = {self.keys.out(job).encode(): b"0" for job in ids}
         seen: dict[str, list[tuple[float, int]]] = defaultdict(list)
         while last:
             self.worker.check()
-            for stream, entries in self.reader.xread(dict(last), block=1000) or ():
+            replies: Any = self.reader.xread(dict(last), block=1000)
+            for stream, entries in replies or ():
                 now = time.monotonic()
                 last[stream] = entries[-1][0]
                 for _, fields in entries:

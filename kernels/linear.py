@@ -1,7 +1,7 @@
 """Linear layers whose rows don't depend on the batch: oneDNN with prepacked weights on the CPU, `F.linear` elsewhere.
 
-A prepacked oneDNN product gives a row the same bits for every number of rows from 2 on (measured in fp32 and bf16); rows are
-padded to buckets, since oneDNN builds one primitive for each row count that it meets.
+A prepacked oneDNN product gives a row the same bits for every number of rows from 2 on (measured in fp32 and bf16);
+rows are padded to buckets, since oneDNN builds one primitive for each row count that it meets.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Linear:
             return F.linear(x, self._weight, self._bias)
         rows = x.shape[0]
         x = pad_rows(x, bucket(rows) if self._packed else max(rows, _FALLBACK_ROWS))
+        out: Tensor
         if self._packed:
             out = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         else:

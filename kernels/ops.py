@@ -1,7 +1,8 @@
-"""The small operations between the matrix products. Each treats every row alone, in an order that depends on nothing else.
+"""The small operations between the matrix products. Each treats every row alone, in an order that depends on nothing
+else.
 
-`torch.nn.functional.silu` and `sigmoid` don't: elements at the end of a thread's share go through a scalar `exp` that rounds
-differently. `torch.exp` has one path for all elements.
+`torch.nn.functional.silu` and `sigmoid` don't: elements at the end of a thread's share go through a scalar `exp` that
+rounds differently. `torch.exp` has one path for all elements.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / rms(x) * weight` over the last dimension, in fp32 up to the multiplication by `weight` (Zhang, Sennrich 2019)."""
+    """`x / rms(x) * weight` over the last dimension, in fp32 up to the product with `weight` (Zhang, Sennrich 2019)."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale).to(x.dtype) * weight

@@ -49,5 +49,10 @@ class Canceller:
             return
         for job, reason in zip(jobs, self._client.mget([self._keys.cancel(job.id) for job in jobs]), strict=True):
             if reason is not None:
-                job.cancel_reason = bytes(reason)[:_REASON_BYTES].decode("utf-8", "replace")
+                job.cancel_reason = _text(reason)
                 self._loop.post(Cancel(job.handle))
+
+
+def _text(reason: bytes | str) -> str:
+    raw = reason if isinstance(reason, bytes) else reason.encode()
+    return raw[:_REASON_BYTES].decode("utf-8", "replace")

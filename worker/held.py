@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+
+from producer.protocol.job import Identity
+from producer.protocol.scripts import Ref
 
 
 class Phase(enum.IntEnum):
@@ -20,40 +23,51 @@ class Phase(enum.IntEnum):
 
 @dataclass(slots=True)
 class Chunk:
-    """Text of one choice on its way to Redis; `n` is its place in the job's events, None while it has none."""
+    """Text of one choice on its way to Redis."""
 
     index: int
-    text: str
+    parts: list[str]
     token_ids: list[int]
     n: int | None = None
+    """Its place in the job's events; None until it is sent for the first time, and fixed from then on."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
 
 
 @dataclass(eq=False)
 class Job:
     """One entry of a lane that this worker holds.
 
-    `handle` keys it everywhere here and is the engine's request id: two entries may carry one job id, and Redis
-    alone decides which of them lives.
+    `handle` keys it everywhere here and is the engine's request id: two entries may carry one job id, and an entry may
+    be lost and come back while the engine still clears away its first stay.
     """
 
     lane: str
-    """Key of the stream it came from."""
+    """Name of the lane it came from."""
     entry: str
     """Its ID there."""
-    id: str
-    """The producer's name for it."""
-    stream: bool = True
-    """Whether it wants token events."""
-    token_ids: bool = False
-    """Whether events and result carry token ids."""
-    traceparent: str | None = None
+    who: Identity
+    """What the producer said of it outside the body."""
+    body: bytes = b""
+    """Kept for a dead letter."""
+    callback: str | None = None
+    ttl_ms: int | None = None
     max_attempts: int = 1
-    clamped: dict[str, int] = field(default_factory=dict)
-    """What was reduced, and to what."""
-    prompt_tokens: int | None = None
+    stay: int = field(default_factory=itertools.count().__next__)
+    """Tells one taking of an entry from the next."""
     lease_until: float = 0.0
     """`time.monotonic()` until which the entry is surely ours: one lease after the last renewal was sent."""
 
+    # From the body.
+    token_ids: bool = False
+    """Whether events and result carry token ids."""
+    clamped: dict[str, int] = field(default_factory=dict)
+    """What was reduced, and to what."""
+    prompt_tokens: int | None = None
+
+    # From START on.
     phase: Phase = Phase.WAITING
     fence: int = 0
     """Handed out by START; 0 before it."""
@@ -68,19 +82,22 @@ class Job:
 
     # Touched by the publisher alone.
     chunks: list[Chunk] = field(default_factory=list)
-    """Not yet known to be in Redis; those with an `n` were sent at least once, and are resent as they were."""
+    """Not yet known to be in Redis."""
     next_n: int = 1
     published: dict[int, Chunk] = field(default_factory=dict)
     """For each choice all that Redis has confirmed, so that a lost stream can be written again."""
 
     @property
-    def handle(self) -> str:
-        return f"{self.lane}/{self.entry}"
+    def id(self) -> str:
+        return self.who.id
 
     @property
-    def entry_ms(self) -> int:
-        """When it was enqueued, by Redis' clock."""
-        return int(self.entry.partition("-")[0])
+    def ref(self) -> Ref:
+        return Ref(self.lane, self.entry, self.who.id)
+
+    @property
+    def handle(self) -> str:
+        return f"{self.lane}/{self.entry}/{self.stay}"
 
     @property
     def started(self) -> bool:
@@ -91,34 +108,82 @@ class Job:
         """Milliseconds from the entry ID's time to a `time.monotonic()` moment; None before START."""
         return None if self.queued_ms is None else self.queued_ms + round((moment - self.started_at) * 1000)
 
+    def add_text(self, index: int, text: str, token_ids: Iterable[int]) -> None:
+        """Keep new text of a choice for the next write; what was not sent yet grows."""
+        for chunk in self.chunks:
+            if chunk.n is None and chunk.index == index:
+                break
+        else:
+            chunk = Chunk(index, [], [])
+            self.chunks.append(chunk)
+        chunk.parts.append(text)
+        chunk.token_ids += token_ids
+
+    def number_chunks(self) -> list[Chunk]:
+        """The chunks in order, each with its place."""
+        for chunk in self.chunks:
+            if chunk.n is None:
+                chunk.n = self.next_n
+                self.next_n += 1
+        return self.chunks
+
+    @property
+    def confirmed(self) -> int:
+        """The last n that Redis is known to have, 0 for none."""
+        return next((chunk.n for chunk in self.chunks if chunk.n is not None), self.next_n) - 1
+
+    def confirm(self, below: int | None = None) -> None:
+        """Redis has all chunks that were numbered, or those under `below`."""
+        sent = [c for c in self.chunks if c.n is not None and (below is None or c.n < below)]
+        for chunk in sent:
+            whole = self.published.setdefault(chunk.index, Chunk(chunk.index, [], []))
+            whole.parts += chunk.parts
+            whole.token_ids += chunk.token_ids
+        self.chunks = self.chunks[len(sent) :]
+
+    def begin_again(self, fence: int, attempt: int) -> None:
+        """Under a new fence, all text is still to be written."""
+        self.confirm()
+        unsent, self.chunks = self.chunks, []
+        for chunk in [*self.published.values(), *unsent]:
+            self.add_text(chunk.index, chunk.text, chunk.token_ids)
+        self.published = {}
+        self.fence, self.attempt, self.next_n = fence, attempt, 1
+
 
 class Held:
     """Thread-safe registry of held jobs. A job that is not in it any more is nobody's business here."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
         self._jobs: dict[str, Job] = {}
+        self._entries: set[tuple[str, str]] = set()
         self._waiting = 0
 
     def add(self, job: Job) -> None:
         """Take up a job that was just delivered.
 
         Raises:
-            ValueError: the entry is held already.
+            ValueError: its entry is held already.
         """
         with self._lock:
-            if job.handle in self._jobs:
-                raise ValueError(f"{job.handle} is held already")
+            if (job.lane, job.entry) in self._entries:
+                raise ValueError(f"{job.lane} {job.entry} is held already")
             self._jobs[job.handle] = job
+            self._entries.add((job.lane, job.entry))
             self._waiting += job.phase is Phase.WAITING
+
+    def holds(self, lane: str, entry: str) -> bool:
+        with self._lock:
+            return (lane, entry) in self._entries
 
     def get(self, handle: str) -> Job | None:
         with self._lock:
             return self._jobs.get(handle)
 
     def owns(self, job: Job) -> bool:
-        with self._lock:
-            return self._jobs.get(job.handle) is job
+        return self.get(job.handle) is job
 
     def begin(self, handle: str) -> Job | None:
         """WAITING → STARTED; None when the job was handed back or lost meanwhile."""
@@ -126,22 +191,22 @@ class Held:
             job = self._jobs.get(handle)
             if job is not None and job.phase is Phase.WAITING:
                 job.phase = Phase.STARTED
-                self._waiting -= 1
+                self._leave_waiting()
             return job
 
     def rest(self, job: Job) -> None:
         """STARTED → WAITING: its START did not reach Redis."""
         with self._lock:
-            if self._jobs.get(job.handle) is job and job.phase is Phase.STARTED:
+            if job.handle in self._jobs and job.phase is Phase.STARTED:
                 job.phase = Phase.WAITING
                 self._waiting += 1
 
     def forget(self, handle: str) -> Job | None:
         """Let go of a job; the caller has written its end, handed it back or lost it."""
         with self._lock:
-            job = self._jobs.pop(handle, None)
-            if job is not None and job.phase is Phase.WAITING:
-                self._waiting -= 1
+            job = self._jobs.get(handle)
+            if job is not None:
+                self._remove(job)
             return job
 
     def take(self, wanted: Callable[[Job], bool]) -> list[Job]:
@@ -149,19 +214,29 @@ class Held:
         with self._lock:
             taken = [job for job in self._jobs.values() if wanted(job)]
             for job in taken:
-                del self._jobs[job.handle]
-                self._waiting -= job.phase is Phase.WAITING
+                self._remove(job)
             return taken
 
-    def renewed(self, jobs: Iterable[Job], until: float) -> None:
-        """The leases of `jobs` were renewed."""
-        for job in jobs:
-            job.lease_until = max(job.lease_until, until)
+    def _remove(self, job: Job) -> None:
+        del self._jobs[job.handle]
+        self._entries.discard((job.lane, job.entry))
+        if job.phase is Phase.WAITING:
+            self._leave_waiting()
+
+    def _leave_waiting(self) -> None:
+        self._waiting -= 1
+        self._room.notify_all()
 
     def all(self) -> list[Job]:
         """A snapshot, oldest delivery first."""
         with self._lock:
             return list(self._jobs.values())
+
+    def wait_for_room(self, most: int, timeout: float) -> int:
+        """How many more jobs may wait, `most` in all; sleeps up to `timeout` seconds while there is no room."""
+        with self._room:
+            self._room.wait_for(lambda: self._waiting < most, timeout)
+            return max(0, most - self._waiting)
 
     @property
     def waiting(self) -> int:
@@ -170,45 +245,3 @@ class Held:
 
     def __len__(self) -> int:
         return len(self._jobs)
-
-
-class RedisClock:
-    """Redis' clock seen from here: `time.monotonic()` plus an offset, so that no two hosts' clocks are compared."""
-
-    def __init__(self) -> None:
-        self._offset: float | None = None
-
-    def sync(self, seconds: int, micros: int, sent: float, received: float) -> None:
-        """Take in a reply of TIME, with the `time.monotonic()` moments around it."""
-        self._offset = seconds + micros / 1e6 - (sent + received) / 2
-
-    def deadline(self, entry_ms: int, ttl_ms: int) -> float:
-        """The `time.monotonic()` moment at which a budget counted from an entry ID runs out."""
-        if self._offset is None:
-            raise RuntimeError("the clock was never synchronised")
-        return (entry_ms + ttl_ms) / 1000 - self._offset
-
-    def now_ms(self) -> int:
-        """Redis' time, in ms since the epoch."""
-        if self._offset is None:
-            raise RuntimeError("the clock was never synchronised")
-        return round((time.monotonic() + self._offset) * 1000)
-
-
-class Contact:
-    """Since when Redis has answered without a break; None while it does not."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-
-    def ok(self) -> None:
-        if self._since is None:
-            self._since = time.monotonic()
-
-    def lost(self) -> None:
-        self._since = None
-
-    def lasted(self) -> float:
-        """Seconds of uninterrupted contact."""
-        since = self._since
-        return 0.0 if since is None else time.monotonic() - since

@@ -11,6 +11,8 @@ from typing import Protocol
 
 from engine.outputs import EngineStats, StepOutput
 from engine.request import Request, RequestError
+from producer.protocol.errors import ErrorCode, JobError
+from worker.results import Answer
 
 
 class EngineLike(Protocol):
@@ -51,16 +53,10 @@ class Drop:
     handle: str
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The engine did not take an `Add`; the message is for the job's sender."""
-
-    handle: str
-    message: str
-
-
 Message = Add | Cancel | Drop
-Output = StepOutput | Refused
+Output = StepOutput | Answer
+Stamped = tuple[float, Output]
+"""An output with the `time.monotonic()` moment at which it came about."""
 
 BACKLOG = 256
 """Steps whose output may wait for the publisher; then the engine waits for it: an outage costs bounded memory."""
@@ -71,7 +67,7 @@ class EngineLoop:
 
     def __init__(self, engine: EngineLike, stop: threading.Event) -> None:
         self.engine = engine
-        self.outbox: queue.Queue[Output] = queue.Queue(BACKLOG)
+        self.outbox: queue.Queue[Stamped] = queue.Queue(BACKLOG)
         self.stats: EngineStats = engine.stats()
         """As of the last step."""
         self.step_since: float | None = None
@@ -98,9 +94,13 @@ class EngineLoop:
     def run(self) -> None:
         """Step while there is work, sleep while there is none; returns when `stop` is set."""
         while not self._stop.is_set():
-            self._take_in()
-            if self.engine.has_work or self._dirty:
-                self._step()
+            self.turn()
+
+    def turn(self, wait: bool = True) -> None:
+        """Take messages in, then make one step if there is anything to do; with `wait`, sleep for a message if not."""
+        self._take_in(wait)
+        if self.engine.has_work or self._dirty:
+            self._step()
 
     def _step(self) -> None:
         self._dirty = False
@@ -109,17 +109,17 @@ class EngineLoop:
         self.step_since = None
         self.stats = self.engine.stats()
         if output:
-            self._give(output)
+            self.give(output)
         if not self.engine.has_work:
             self.engine.check_integrity()
 
-    def _take_in(self) -> None:
+    def _take_in(self, wait: bool) -> None:
         """Apply all messages there are; sleep for one when there is nothing to compute."""
         if self._later and time.monotonic() >= self._later_at:
             later, self._later = self._later, []
             for request in later:
                 self._apply(Add(request))
-        idle = not (self.engine.has_work or self._dirty)
+        idle = wait and not (self.engine.has_work or self._dirty)
         timeout = max(0.0, self._later_at - time.monotonic()) if self._later else None
         try:
             message = self._inbox.get(block=idle, timeout=timeout)
@@ -136,7 +136,7 @@ class EngineLoop:
                 try:
                     self.engine.add(request)
                 except RequestError as error:
-                    self._give(Refused(request.id, str(error)))
+                    self.give(Answer.of(request.id, JobError(ErrorCode.INVALID_REQUEST, str(error))))
             case Cancel(handle):
                 self._recall(handle)
                 self.engine.cancel(handle)
@@ -151,10 +151,12 @@ class EngineLoop:
             self._later.remove(request)
             self.engine.add(request)
 
-    def _give(self, output: Output) -> None:
+    def give(self, output: Output) -> None:
+        """Hand an output to the publisher; waits while that is too far behind. From any thread."""
+        stamped = (time.monotonic(), output)
         while not self._stop.is_set():
             try:
-                self.outbox.put(output, timeout=0.2)
+                self.outbox.put(stamped, timeout=0.2)
             except queue.Full:
                 continue
             return

@@ -47,7 +47,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 class Settings(BaseModel):
     """Immutable. A field `some_name` is the option `--some-name` and the variable `TOKENMILL_SOME_NAME`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     # What to serve
     model: str = Field(
@@ -94,7 +94,9 @@ class Settings(BaseModel):
     enable_prefix_caching: bool = Field(default=True, description="Share KV blocks of equal prefixes.")
 
     # The queue
-    redis: str = Field(default="redis://localhost:6379/0", min_length=1, description="URL of Redis or Valkey.")
+    redis: str = Field(
+        default="redis://localhost:6379/0", pattern=r"^(rediss?|unix)://", description="URL of Redis or Valkey."
+    )
     queue: str = Field(default="default", pattern=_NAME, description="Name of the queue.")
     prefix: str = Field(default="tokenmill", pattern=_NAME, description="First part of every key.")
     worker_name: str = Field(

@@ -1,7 +1,7 @@
 """Text to ids and back: raw prompts, chat templates, decoding.
 
-All goes through the Rust tokenizer directly: it is cheap enough to call per token, and unlike transformers' wrapper it changes
-no state, so that threads may share it.
+All goes through the Rust tokenizer directly: it is cheap enough to call per token, and unlike transformers' wrapper
+it changes no state, so that threads may share it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _RESERVED = frozenset(
 class Tokenizer:
     """A model's tokenizer.
 
-    Special tokens that a text spells out are read as such, in raw prompts and in message content alike; who passes text of
-    others must strip them first.
+    Special tokens that a text spells out are read as such, in raw prompts and in message content alike; who passes
+    text of others must strip them first.
 
     Args:
         hf: a transformers tokenizer over the `tokenizers` library.

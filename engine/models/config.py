@@ -1,4 +1,4 @@
-"""What the fused decoder must know of a model, read from a Hugging Face config that is understood down to the last key."""
+"""What the fused decoder must know of a model, from a Hugging Face config that is understood to the last key."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ _FAMILIES: dict[str, set[str]] = {
     "mistral": {"sliding_window"},
     "qwen2": _WINDOWS,
     "qwen3": _WINDOWS | {"attention_bias"},
-    "smollm3": (_WINDOWS - {"max_window_layers"})
-    | {"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval", "pretraining_tp"},
+    "smollm3": _WINDOWS | {"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval", "pretraining_tp"},
 }
 """What each family's config may say beyond `_SHAPE`, all of it handled below."""
 
@@ -71,10 +70,12 @@ _HARMLESS = {
     "auto_map",
     "bos_token_id",
     "eos_token_id",
+    "is_llama_config",
     "initializer_range",
     "model_type",
     "pad_token_id",
     "torch_dtype",
+    "transformers.js_config",
     "unk_token_id",
     "use_cache",
 }
@@ -142,8 +143,8 @@ def _check_rope(rope: dict[str, Any]) -> None:
 
 
 def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
-    layers = config.num_hidden_layers
     window: int | None = getattr(config, "sliding_window", None)
+    layers: int = config.num_hidden_layers
     if config.model_type == "mistral":
         return (window,) * layers
     if not getattr(config, "use_sliding_window", False):

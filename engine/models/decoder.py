@@ -1,7 +1,7 @@
 """One decoder for Llama, Mistral, Qwen2, Qwen3, SmolLM2 and SmolLM3: what differs between them is in `DecoderConfig`.
 
-Projections that read the same input are one matrix (q, k and v; gate and up). Rows are tokens of any number of sequences;
-only attention looks beyond its own row, so that a row's result depends on its sequence alone.
+Projections that read the same input are one matrix (q, k and v; gate and up). Rows are tokens of any number of
+sequences; only attention looks beyond its own row, so that a row's result depends on its sequence alone.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Decoder:
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
         qkv = layer.qkv(x).view(-1, heads + 2 * kv_heads, config.head_dim)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = rms_norm(q, layer.q_norm, config.eps), rms_norm(k, layer.k_norm, config.eps)
         if config.rotary[index]:
@@ -115,7 +115,7 @@ def build_parameters(config: DecoderConfig, tensors: Tensors) -> Parameters:
 
 
 def _embeddings(config: DecoderConfig, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """Input and output embeddings. As transformers does: tied ones may both be there, and if they differ each is used."""
+    """Input and output embeddings. Tied ones may both be there; if they differ each is used, as transformers does."""
     shape = (config.vocab_size, config.hidden_size)
     names = ("model.embed_tokens.weight", "lm_head.weight")
     if not config.tied:

@@ -1,4 +1,4 @@
-"""From a name to a model that runs: finds the files, picks the decoder, reads weights, tokenizer and generation defaults."""
+"""From a name to a model that runs: files, decoder, weights, tokenizer and generation defaults."""
 
 from __future__ import annotations
 
@@ -151,8 +151,9 @@ def _load_transformers(source: _Source, options: ModelOptions, dtype: torch.dtyp
     extra: dict[str, Any] = {}
     if source.gguf:
         extra = {"gguf_file": source.gguf.path.name}
+    auto: Any = AutoModelForCausalLM
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = auto.from_pretrained(
             str(source.directory), dtype=dtype, trust_remote_code=False, output_loading_info=True, **extra
         )
     except (ValueError, OSError, ImportError, RuntimeError, KeyError, TypeError) as error:
@@ -238,9 +239,10 @@ def _download(name: str) -> Path:
 
 def _read_config(directory: Path) -> PretrainedConfig:
     try:
-        return AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
+        config: PretrainedConfig = AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise LoadError(f"the config in {directory} can't be read: {error}") from error
+    return config
 
 
 def _tokenizer(source: _Source) -> Tokenizer:

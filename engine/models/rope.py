@@ -1,8 +1,8 @@
 """Rotary tables, made once: a table fixes the frequencies for the life of the model.
 
-The scaled kinds come from transformers' own functions. The two whose frequencies depend on the sequence length (dynamic,
-longrope) are evaluated at `max_model_len`: a row's rotation must not depend on what else is in the batch, nor change under
-keys that are cached already.
+The scaled kinds come from transformers' own functions. The two whose frequencies depend on the length (dynamic,
+longrope) are evaluated at `max_model_len`: a row's rotation must not depend on what else is in the batch, nor change
+under keys that are cached already.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Any causal language model of transformers over our paged attention.
 
-transformers lets a library register an attention function under a name of its own; a model set to that name builds no mask, and
-hands the extra keyword arguments of its forward to that function in every layer. So a stock model runs a mixed varlen batch as one
-row of tokens. What such a model asks of attention beyond causality, window and soft-cap is refused, never ignored.
+transformers lets a library register an attention function under a name of its own; a model set to that name builds no
+mask, and hands the extra keyword arguments of its forward to that function in every layer. So a stock model runs a
+mixed varlen batch as one row of tokens. What such a model asks of attention beyond causality, window and soft-cap is
+refused, never ignored.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _IRRELEVANT = frozenset(
         "logits_to_keep",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "position_ids",
         "return_dict",
         "use_cache",
@@ -146,6 +148,7 @@ def cache_shape(config: PretrainedConfig) -> tuple[int, int, int]:
 
 def freeze_rope(model: torch.nn.Module, max_model_len: int) -> None:
     """Fix frequencies that would follow the longest position of the batch (dynamic, longrope) at `max_model_len`."""
+    module: Any
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, str) and ("dynamic" in kinds or kinds == "longrope"):
@@ -164,7 +167,8 @@ def check(model: Any, spec: CacheSpec) -> None:
     """Run a few tokens through the paged path, in two chunks, and through the model's own attention, and compare.
 
     Raises:
-        Unsupported: the model can't run here, or gives other logits: it does something that the plug-in does not carry over.
+        Unsupported: the model can't run here, or gives other logits: it does something that the plug-in does not
+        carry over.
     """
     if not model._supports_attention_backend:
         raise Unsupported("the model has no pluggable attention")

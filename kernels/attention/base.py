@@ -1,7 +1,7 @@
 """The small interface between the engine and an attention backend.
 
-The KV pool is one byte tensor `[num_blocks, block_bytes]`: a block holds K and V of all layers for `block_size` tokens, so
-that moving a block is one copy. How the bytes inside a block are laid out is known to the backend alone.
+The KV pool is one byte tensor `[num_blocks, block_bytes]`: a block holds K and V of all layers for `block_size`
+tokens, so that moving a block is one copy. How the bytes inside a block are laid out is known to the backend alone.
 """
 
 from __future__ import annotations

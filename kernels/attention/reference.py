@@ -2,15 +2,17 @@
 
     pool   [num_blocks, layers, 2 (K, V), block_size, kv_heads, head_dim]
 
-Keys are cut into tiles of 128 positions that begin at position 0 of the sequence, whatever the block size, the chunk or the
-prefix hit. A row's result is then the same sum in the same order, bit for bit, however it comes to be computed:
+Keys are cut into tiles of 128 positions that begin at position 0 of the sequence, whatever the block size, the chunk
+or the prefix hit. A row's result is then the same sum in the same order, bit for bit, however it comes to be
+computed:
 
 * scores are products over `head_dim`, one kernel call for all tiles, and the row maximum is exact;
 * `exp(s - max)` and its sum over a tile are row-wise; tiles add up one after the other, in order;
 * a masked position is exactly zero in both sums, so tiles that one row needs only for its neighbours change nothing.
 
-What remains is that a matrix product must give a row the same bits whatever the number of rows beside it. BLAS kernels do so
-from `_MIN_ROWS` rows on (fewer go through a matrix-vector kernel); `rows_are_invariant` checks it on the machine at hand.
+What remains is that a matrix product must give a row the same bits whatever the number of rows beside it. BLAS kernels do
+so for multiples of `_ROWS` rows (a remainder of one to three goes through another kernel, and threads may cut the rows where
+that happens earlier); `rows_are_invariant` checks it on the machine at hand.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ _TILE = 128
 """Key positions in a tile."""
 _CHUNK_ROWS = 128
 """Query positions computed at once in a prefill: keeps the part above the diagonal small."""
-_MIN_ROWS = 4
-"""Rows of the smallest matrix product used."""
+_ROWS = 4
+"""Matrix products have a multiple of this many rows."""
 _SCORES = 1 << 23
 """Scores of one head in each KV group that are held at once: bounds the memory of long contexts."""
 _GATHERED = 1 << 20
@@ -185,8 +187,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, softcap: float | No
     sequences, rows, heads, group, dim = q.shape
     tiles, used = k.shape[1], rows * group
     q = q.permute(2, 0, 1, 3, 4).reshape(heads, sequences, used, dim)
-    if used < _MIN_ROWS:
-        q = torch.nn.functional.pad(q, (0, 0, 0, _MIN_ROWS - used))
+    if used % _ROWS:
+        q = torch.nn.functional.pad(q, (0, 0, 0, -used % _ROWS))
     padded = q.shape[2]
     # One matrix product a (KV head, sequence, tile), of `padded` rows.
     q = q[:, :, None].expand(-1, -1, tiles, -1, -1).reshape(heads, sequences * tiles, padded, dim)
@@ -197,7 +199,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, softcap: float | No
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
     scores = scores.view(heads, sequences, tiles, padded, _TILE)
-    scores[:, :, :, :used].unflatten(3, (rows, group)).masked_fill_(hidden, -torch.inf)
+    real = scores[:, :, :, :used].view(heads, sequences, tiles, rows, group, _TILE)
+    real.masked_fill_(hidden, -torch.inf)
     scores.sub_(scores.amax(-1, keepdim=True).amax(2, keepdim=True)).exp_()
     sums = scores.sum(-1)
     parts = q.new_empty((heads, sequences * tiles, padded, dim))
@@ -242,7 +245,7 @@ def _chunk(batch: AttentionBatch, s: int, first: int, tiles: int, window: int | 
     row, end, context = batch.cu_seqlens[s], batch.cu_seqlens[s + 1], batch.context_lens[s]
     base = first * _TILE
     table, offset = _blocks(batch.block_tables[s], base, tiles * _TILE, spec.block_size)
-    size = max(_MIN_ROWS, min(_CHUNK_ROWS, _SCORES // (tiles * _TILE * spec.num_kv_heads)))
+    size = max(_ROWS, min(_CHUNK_ROWS, _SCORES // (tiles * _TILE * spec.num_kv_heads)))
     steps = []
     for start in range(0, end - row, size):
         stop = min(start + size, end - row)
@@ -294,7 +297,7 @@ def _blocks(table: tuple[int, ...], base: int, keys: int, block_size: int) -> tu
 
 def _hidden(positions: Tensor, keys: Tensor, window: int | None) -> Tensor:
     """bool `[S, tiles, rows, 1, tile]`: keys (`[S, tiles * tile]`) after a row (`[S, rows]`), or out of its window."""
-    keys = keys.unflatten(1, (-1, _TILE))
+    keys = keys.view(keys.shape[0], -1, _TILE)
     distance = positions[:, None, :, None, None] - keys[:, :, None, None, :]
     hidden = distance < 0
     return hidden if window is None else hidden | (distance >= window)
@@ -309,7 +312,7 @@ def rows_are_invariant(head_dim: int) -> bool:
     p = torch.rand(2, 64, _TILE, generator=generator)
     v = k[:, :_TILE].contiguous()
     scores, sums = torch.bmm(q, k.transpose(1, 2)), torch.bmm(p, v)
-    for rows in (4, 5, 6, 8, 12, 16, 48):
+    for rows in (4, 8, 12, 16, 20, 36, 48):
         few = torch.bmm(q[:1, :rows].contiguous(), k[:1, :_TILE].transpose(1, 2))
         if not torch.equal(few, scores[:1, :rows, :_TILE]):
             return False

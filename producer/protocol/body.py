@@ -3,7 +3,7 @@
     parse_body(raw: bytes, max_bytes: int = MAX_BODY_BYTES) -> Body     # raises JobError
     encode_body(params: Mapping[str, Any]) -> bytes                     # a producer's side, checked by the same rules
 
-Absent and null are the same. `Body` holds what was asked; defaults come from the model later, so an absent value is None.
+Absent and null are the same. `Body` holds what was asked; defaults come from the model later: an absent value is None.
 Derived readings: `Body.output_limit`, `.stops`, `.bias`, `.top_logprobs_count`, `.structure`, `.chat`.
 
 A field's description completes the sentence "<key>: must be …" that its sender reads when the value is wrong.

@@ -1,0 +1,310 @@
+"""The `tokenmill` command.
+
+Worker commands are imported when they are called, so that a producer's machine needs neither torch nor the worker.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn
+
+import orjson
+import typer
+from redis.exceptions import RedisError
+from typer.core import TyperCommand, TyperGroup
+
+from producer.client import Client, Job
+from producer.core import TextFollower, TextRestarted
+from producer.protocol.body import Body
+from producer.protocol.calls import EnqueueRefused, JobExists
+from producer.protocol.connection import DEFAULT_URL, redact
+from producer.protocol.errors import JobError
+from producer.protocol.events import FinalEvent
+from producer.protocol.keys import LANES
+from producer.protocol.replies import CancelReply
+from producer.protocol.result import Result, Status
+
+
+class Exit(enum.IntEnum):
+    """Exit statuses of the producer's commands."""
+
+    SUCCEEDED = 0
+    FAILED = 1
+    """The job failed."""
+    USAGE = 2
+    """Wrong arguments, or a request that a worker would refuse."""
+    CANCELLED = 3
+    EXPIRED = 4
+    """The job's time ran out, or `--timeout` did."""
+    UNAVAILABLE = 5
+    """Redis cannot be reached, or the queue is full."""
+    INTERRUPTED = 130
+    """Ctrl-C; `submit` cancels its job first."""
+
+
+_BY_STATUS = {
+    Status.SUCCEEDED: Exit.SUCCEEDED,
+    Status.FAILED: Exit.FAILED,
+    Status.CANCELLED: Exit.CANCELLED,
+    Status.EXPIRED: Exit.EXPIRED,
+}
+
+EPILOG = (
+    "Exit status: 0 succeeded, 1 failed, 2 wrong usage, 3 cancelled, 4 expired or timed out, "
+    "5 Redis away or queue full, 130 Ctrl-C."
+)
+
+LAZY = {
+    "worker": ("worker.cli:worker", "Serve a model: take jobs from a queue and answer them.", "worker"),
+    "demo": ("worker.demo:demo", "Run real prompts through a real worker, to see it work.", "demo"),
+}
+"""Command: where it lives, its help, and the pip extra that it needs."""
+
+
+class _LazyCommand(TyperCommand):
+    """Stands in for a command until it is called: listing commands must not import torch."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return _load(str(self.name)).make_context(info_name, args, parent=parent, **extra)
+
+
+def _load(name: str) -> Any:
+    target, _, extra = LAZY[name]
+    module, _, attribute = target.partition(":")
+    try:
+        function: Callable[..., None] = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as missing:
+        if missing.name and missing.name.partition(".")[0] in ("worker", "engine", "kernels", "producer"):
+            raise
+        _end(Exit.USAGE, f"`tokenmill {name}` needs {missing.name}: pip install 'tokenmill[{extra}]'")
+    holder = typer.Typer(add_completion=False)
+    holder.command(name)(function)
+    return typer.main.get_command(holder)
+
+
+class _Group(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *LAZY]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in LAZY:
+            return _LazyCommand(cmd_name, help=LAZY[cmd_name][1], callback=lambda: None)
+        return super().get_command(ctx, cmd_name)
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="Batch LLM inference over a Redis queue.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Url = Annotated[str, typer.Option("--redis", envvar="TOKENMILL_REDIS", help="Redis URL.")]
+Queue = Annotated[str, typer.Option("--queue", envvar="TOKENMILL_QUEUE", help="Queue name.")]
+Prefix = Annotated[str, typer.Option("--prefix", envvar="TOKENMILL_PREFIX", help="What every key starts with.")]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id.", show_default=False)]
+Timeout = Annotated[float | None, typer.Option("--timeout", min=0, help="Seconds to wait; the job itself goes on.")]
+
+
+@app.command(epilog=EPILOG)
+def submit(
+    prompt: Annotated[str, typer.Argument(help="The prompt; `-` reads it from standard input.", show_default=False)],
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message of a chat.")] = False,
+    system: Annotated[str | None, typer.Option(help="The chat's system message; implies --chat.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate at most.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    param: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=JSON", help="Any other parameter of the body; may be repeated.")
+    ] = None,
+    job_id: Annotated[str | None, typer.Option("--id", help="The job's id. Default: a random one.")] = None,
+    priority: Annotated[str, typer.Option(help=f"Lane: {', '.join(LANES)}.")] = "normal",
+    ttl: Annotated[float | None, typer.Option(help="Seconds after which the job expires.")] = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Without waiting, the id is printed.")] = True,
+    timeout: Timeout = None,
+    redis: Url = DEFAULT_URL,
+    queue: Queue = "default",
+    prefix: Prefix = "tokenmill",
+) -> None:
+    """Submit a prompt and print its text as it comes. Ctrl-C cancels the job."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    request: dict[str, Any] = {"prompt": text}
+    if chat or system is not None:
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        request = {"messages": [*messages, {"role": "user", "content": text}]}
+    request |= {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, **_params(param or [])}
+    with _client(redis, queue, prefix) as client:
+        job = client.submit(**request, id=job_id, priority=priority, ttl=ttl)
+        if not wait:
+            print(job.id)
+            return
+        try:
+            _follow(job, timeout)
+        except KeyboardInterrupt:
+            job.cancel()
+            _end(Exit.INTERRUPTED, f"\njob {job.id} cancelled")
+
+
+@app.command(epilog=EPILOG)
+def tail(
+    job_id: JobId,
+    timeout: Timeout = None,
+    redis: Url = DEFAULT_URL,
+    queue: Queue = "default",
+    prefix: Prefix = "tokenmill",
+) -> None:
+    """Print a job's text from its beginning, as it comes, until the job ends."""
+    with _client(redis, queue, prefix) as client:
+        _follow(client.job(job_id), timeout)
+
+
+@app.command(epilog=EPILOG)
+def result(
+    job_id: JobId,
+    json: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")] = False,
+    timeout: Timeout = None,
+    redis: Url = DEFAULT_URL,
+    queue: Queue = "default",
+    prefix: Prefix = "tokenmill",
+) -> None:
+    """Wait for a job's result and print its text."""
+    with _client(redis, queue, prefix) as client:
+        found = client.job(job_id).result(timeout)
+        if json:
+            print(orjson.dumps(orjson.loads(found.to_json()), option=orjson.OPT_INDENT_2).decode())
+        else:
+            _print_choices(found, 0)
+        _finish(found, quiet=json)
+
+
+@app.command(epilog=EPILOG)
+def cancel(
+    job_id: JobId,
+    reason: Annotated[str, typer.Option(help="Kept in the result.")] = "user",
+    redis: Url = DEFAULT_URL,
+    queue: Queue = "default",
+    prefix: Prefix = "tokenmill",
+) -> None:
+    """Cancel a job, wherever it is."""
+    told = {
+        CancelReply.LATE: "had ended already",
+        CancelReply.DONE: "cancelled before it ran",
+        CancelReply.ASKED: "asked to stop",
+    }
+    with _client(redis, queue, prefix) as client:
+        print(f"{job_id}: {told[client.job(job_id).cancel(reason)]}")
+
+
+@app.command(epilog=EPILOG)
+def info(redis: Url = DEFAULT_URL, queue: Queue = "default", prefix: Prefix = "tokenmill") -> None:
+    """Show how many jobs wait or run in each lane, and who serves the queue."""
+    with _client(redis, queue, prefix) as client:
+        keys, pipe = client.keys, client.redis.pipeline(transaction=False)
+        for lane in keys.lanes:
+            pipe.xlen(lane)
+        pipe.zcard(keys.delayed)
+        pipe.xlen(keys.dead)
+        pipe.hget(keys.meta, "paused")
+        *depths, delayed, dead, paused = pipe.execute()
+        for name, depth in zip(LANES, depths, strict=True):
+            print(f"{name:8}{depth}")
+        print(f"{'delayed':8}{delayed}\n{'dead':8}{dead}")
+        if paused == b"1":
+            print("paused: workers read nothing")
+        for key in sorted(client.redis.scan_iter(match=keys.worker("*"), count=1000)):
+            told: dict[Any, Any] = client.redis.hgetall(key)
+            fields = " ".join(f"{name.decode()}={value.decode()}" for name, value in sorted(told.items()))
+            print(f"worker {key.decode().removeprefix(keys.worker(''))} {fields}")
+
+
+def _params(pairs: list[str]) -> dict[str, Any]:
+    found = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or key not in Body.model_fields:
+            raise typer.BadParameter(f"--param {key}: must be KEY=JSON with a key of the body")
+        try:
+            found[key] = orjson.loads(value)
+        except orjson.JSONDecodeError:
+            raise typer.BadParameter(f"--param {key}: the value is not JSON") from None
+    return found
+
+
+def _follow(job: Job, timeout: float | None) -> None:
+    """Print the first choice as it comes, the others at the end; leaves with the job's status."""
+    follower = TextFollower()
+    for event in job.stream(timeout=timeout):
+        try:
+            piece = follower.feed(event)
+        except TextRestarted:
+            print()
+            print("the worker was lost; another one begins anew:", file=sys.stderr)
+            piece = follower.restart()
+        print(piece, end="", flush=True)
+        if isinstance(event, FinalEvent):
+            print(flush=True)
+            if event.result is None:
+                _end(_BY_STATUS[event.status], f"job {job.id} {event.status}; its result has expired")
+            _print_choices(event.result, 1)
+            _finish(event.result)
+
+
+def _print_choices(found: Result, first: int) -> None:
+    for choice in found.choices[first:]:
+        if len(found.choices) > 1:
+            print(f"--- choice {choice.index}")
+        print(choice.text)
+
+
+def _finish(found: Result, quiet: bool = False) -> NoReturn:
+    note = None
+    if not found.ok and not quiet:
+        note = f"job {found.id} {found.status}"
+        if found.error is not None:
+            note += f": {found.error.code}: {found.error.message}"
+        elif found.cancel_reason is not None:
+            note += f": {found.cancel_reason}"
+    _end(_BY_STATUS[found.status], note)
+
+
+def _end(status: Exit, note: str | None = None) -> NoReturn:
+    if note is not None:
+        print(note, file=sys.stderr)
+    raise typer.Exit(int(status))
+
+
+@contextmanager
+def _client(url: str, queue: str, prefix: str) -> Iterator[Client]:
+    """A client for the length of a command, whose errors become exit statuses."""
+    try:
+        with Client(url, queue, prefix=prefix) as client:
+            yield client
+    except TimeoutError as late:
+        _end(Exit.EXPIRED, str(late))
+    except RedisError as error:
+        _end(Exit.UNAVAILABLE, f"Redis at {redact(url)}: {error}")
+    except JobExists as error:
+        _end(Exit.USAGE, str(error))
+    except EnqueueRefused as error:
+        _end(Exit.UNAVAILABLE, str(error))
+    except JobError as error:
+        _end(Exit.USAGE, error.message)
+    except ValueError as error:
+        _end(Exit.USAGE, str(error))
+    except KeyboardInterrupt:
+        _end(Exit.INTERRUPTED)
+
+
+def main() -> None:
+    """The entry point `tokenmill`."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The producer's two scripts without I/O, for the synchronous and the asyncio client alike."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, NamedTuple
+
+from producer.protocol.errors import clean
+from producer.protocol.job import JobEntry
+from producer.protocol.keys import CANCEL_TTL_S, GROUP, LANES, RESULT_TTL_S, STREAM_TTL_S, Keys
+from producer.protocol.replies import CancelReply
+from producer.protocol.result import Result, Status
+
+
+class EnqueueRefused(Exception):
+    """The queue did not take a job."""
+
+
+class JobExists(EnqueueRefused):
+    """The id is in use, or its result still lives."""
+
+    def __init__(self, job_id: str, state: str) -> None:
+        self.job_id, self.state = job_id, state
+        super().__init__(f"job {job_id} exists already ({state})")
+
+
+class QueueFull(EnqueueRefused):
+    """`meta.max_depth` jobs are waiting or running."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        super().__init__(f"the queue is full: {depth} jobs wait or run")
+
+
+class QuotaExceeded(EnqueueRefused):
+    """The tenant has `meta.max_per_tenant` jobs waiting or running."""
+
+    def __init__(self, tenant: str, used: int) -> None:
+        self.tenant, self.used = tenant, used
+        super().__init__(f"tenant {tenant} has {used} jobs waiting or running, its quota")
+
+
+class Call(NamedTuple):
+    """A script call that is yet to be made."""
+
+    script: str
+    keys: list[str]
+    args: list[Any]
+
+
+def enqueue_call(keys: Keys, entry: JobEntry, priority: str) -> Call:
+    """ENQUEUE; its reply goes to `enqueue_reply`. May be repeated as it is, where the reply was lost."""
+    if priority not in LANES:
+        raise ValueError(f"priority: must be one of {', '.join(LANES)}")
+    tenant, group = entry.tenant or "", entry.group or ""
+    names = [*keys.lanes, keys.job(entry.id), keys.result(entry.id), keys.meta, keys.quota(tenant)]
+    names += [keys.group(group), keys.group_out(group), keys.delayed_job(entry.id)]
+    args: list[Any] = [priority, tenant, group, secrets.token_hex(8)]
+    for name, value in entry.fields().items():
+        args += (name, value)
+    return Call("enqueue", names, args)
+
+
+def enqueue_reply(reply: Any, entry: JobEntry) -> str:
+    """The lane's entry ID.
+
+    Raises:
+        JobExists, QueueFull, QuotaExceeded: the job was not taken.
+    """
+    status, value = reply[0], reply[1]
+    if status == b"OK":
+        return str(value.decode())
+    if status == b"EXISTS":
+        raise JobExists(entry.id, value.decode())
+    if status == b"FULL":
+        raise QueueFull(int(value))
+    raise QuotaExceeded(entry.tenant or "", int(value))
+
+
+def cancel_call(
+    keys: Keys,
+    job_id: str,
+    reason: str = "user",
+    ttl_s: int = CANCEL_TTL_S,
+    result_ttl_s: int = RESULT_TTL_S,
+    stream_ttl_s: int = STREAM_TTL_S,
+) -> Call:
+    """CANCEL; its reply is a `CancelReply`."""
+    reason = clean(reason) or "user"
+    json = Result(id=job_id, status=Status.CANCELLED, cancel_reason=reason).to_json()
+    names = [keys.job(job_id), keys.result(job_id), keys.cancel(job_id), keys.out(job_id), keys.delayed]
+    names += [keys.delayed_job(job_id), keys.callbacks, *keys.lanes]
+    args = [keys.root, job_id, reason, max(1, ttl_s), json, result_ttl_s, min(stream_ttl_s, result_ttl_s), GROUP]
+    return Call("cancel", names, args)
+
+
+def cancel_reply(reply: Any) -> CancelReply:
+    return CancelReply(reply.decode())

@@ -1,0 +1,111 @@
+"""Loading and running the Lua files beside this module.
+
+    Runner(client).run("renew", keys, args)            # one EVALSHA; loads the script where the server lacks it
+    await AsyncRunner(client).run(…)
+
+A script is `common.lua` followed by its own file. The `#!lua flags=…` line, which lets an ending through while Redis is
+out of memory, is dropped, once, for a server that does not know it (fakeredis, Redis 6).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import redis
+import redis.asyncio as aioredis
+from redis.exceptions import NoScriptError, ResponseError
+
+
+@cache
+def source(name: str, shebang: bool = True) -> str:
+    """The text of a script, with or without its first `#!` line."""
+    folder = files("producer.protocol")
+    own = folder.joinpath(f"{name}.lua").read_text("utf-8")
+    first = ""
+    if own.startswith("#!"):
+        line, _, own = own.partition("\n")
+        first = line + "\n" if shebang else ""
+    return f"{first}{folder.joinpath('common.lua').read_text('utf-8')}\n{own}"
+
+
+@cache
+def _sha(name: str, shebang: bool) -> str:
+    return hashlib.sha1(source(name, shebang).encode(), usedforsecurity=False).hexdigest()
+
+
+class _Shared:
+    """What both runners know; `shebang` turns False on the first server that refuses the line."""
+
+    shebang: bool = True
+
+    def command(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> tuple[Any, ...]:
+        return ("EVALSHA", _sha(name, self.shebang), len(keys), *keys, *args)
+
+    def refused_shebang(self, error: ResponseError) -> bool:
+        """True, once, where the server could not compile the `#!` line, which is then left out from now on."""
+        if not self.shebang or "near '#'" not in str(error):
+            return False
+        self.shebang = False
+        return True
+
+
+class Runner(_Shared):
+    """Runs scripts on a synchronous client; as thread-safe as that client."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self.client = client
+        self._execute: Callable[..., Any] = client.execute_command
+
+    def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """The script's reply.
+
+        Raises:
+            redis.RedisError: as any command.
+        """
+        while True:
+            try:
+                return self._execute(*self.command(name, keys, args))
+            except NoScriptError:
+                self._load(name)
+            except ResponseError as error:
+                if not self.refused_shebang(error):
+                    raise
+
+    def _load(self, name: str) -> None:
+        try:
+            self.client.script_load(source(name, self.shebang))
+        except ResponseError as error:
+            if not self.refused_shebang(error):
+                raise
+            self.client.script_load(source(name, self.shebang))
+
+
+class AsyncRunner(_Shared):
+    """Runs scripts on an asyncio client."""
+
+    def __init__(self, client: aioredis.Redis) -> None:
+        self.client = client
+        self._execute: Callable[..., Any] = client.execute_command
+
+    async def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """As `Runner.run`."""
+        while True:
+            try:
+                return await self._execute(*self.command(name, keys, args))
+            except NoScriptError:
+                await self._load(name)
+            except ResponseError as error:
+                if not self.refused_shebang(error):
+                    raise
+
+    async def _load(self, name: str) -> None:
+        try:
+            await self.client.script_load(source(name, self.shebang))
+        except ResponseError as error:
+            if not self.refused_shebang(error):
+                raise
+            await self.client.script_load(source(name, self.shebang))

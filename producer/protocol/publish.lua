@@ -1,0 +1,47 @@
+-- Append the token events of one engine step.
+-- KEYS one output stream a job
+-- ARGV seven an event: key-number id index text tokens token-ids logprobs ('' = none)
+-- -> what was refused, flat: event-number why last-id …; why GONE | SMALL | another error's text.
+-- After a refusal that is not a repeat, the later events of that stream are refused too, so that no gap can arise.
+local refused, barred = {}, {}
+local function refuse(number, why, last)
+  refused[#refused + 1] = number
+  refused[#refused + 1] = why
+  refused[#refused + 1] = last
+end
+
+for at = 1, #ARGV, 7 do
+  local number, out = (at - 1) / 7, KEYS[tonumber(ARGV[at])]
+  if barred[out] then
+    refuse(number, barred[out][1], barred[out][2])
+  else
+    local id, reply = ARGV[at + 1], nil
+    local ids, logprobs = ARGV[at + 5], ARGV[at + 6]
+    if ids == '' and logprobs == '' then
+      reply = redis.pcall('XADD', out, 'NOMKSTREAM', id, 'type', 'token', 'index', ARGV[at + 2], 'text', ARGV[at + 3],
+        'tokens', ARGV[at + 4])
+    else
+      local fields = { 'type', 'token', 'index', ARGV[at + 2], 'text', ARGV[at + 3], 'tokens', ARGV[at + 4] }
+      if ids ~= '' then fields[#fields + 1] = 'token_ids'; fields[#fields + 1] = ids end
+      if logprobs ~= '' then fields[#fields + 1] = 'logprobs'; fields[#fields + 1] = logprobs end
+      reply = redis.pcall('XADD', out, 'NOMKSTREAM', id, unpack(fields))
+    end
+    if not reply then
+      barred[out] = { 'GONE', '' }
+      refuse(number, 'GONE', '')
+    elseif type(reply) == 'table' and reply.err then
+      local why = tostring(reply.err)
+      if string.find(why, 'equal or smaller', 1, true) then
+        local first, second = last_id(out)
+        local fence, n = string.match(id, '^(%d+)-(%d+)$')
+        local last = text(first) .. '-' .. text(second)
+        if first ~= tonumber(fence) or second < tonumber(n) then barred[out] = { 'SMALL', last } end
+        refuse(number, 'SMALL', last)
+      else
+        barred[out] = { why, '' }
+        refuse(number, why, '')
+      end
+    end
+  end
+end
+return refused

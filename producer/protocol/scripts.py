@@ -1,0 +1,330 @@
+"""The atomic steps of a queue, each one EVALSHA over a Lua file beside this module.
+
+A worker's side, on a synchronous client (thread-safe as that client is):
+
+    scripts = Scripts(client, keys, consumer, result_ttl_s=86400, stream_ttl_s=900)
+    scripts.ensure_groups()                                             # at start and after NOGROUP
+    scripts.read(count) -> list[Delivery] | None                        # None: paused; at most `count` over all lanes
+    scripts.start(ref, job, prompt_tokens=, ttl_ms=, max_attempts=, nonce=) -> Started
+    scripts.publish(batch: TokenBatch) -> list[Refused]
+    scripts.finalise(ref, job, result, fence=, published=, events=(), callback=None, dead=None) -> Ending
+    scripts.answer(ref, job, result, prompt_tokens=0, callback=None, dead=None) -> Ending      # no text held, no START
+    scripts.reject(ref, body, reason) -> bool                           # entry without usable id: dead letter `no_id`
+    scripts.renew(refs) -> list[Ref]                                    # the lost ones
+    scripts.yield_(ref, idle_ms=, polite=True) -> bool                  # False: lost
+    scripts.promote(limit=64) -> int                                    # delayed jobs that are due
+    scripts.last_ids(job_ids) -> dict[str, tuple[int, int]]             # (fence, n) of each stream's last entry
+    scripts.remove_consumer(name) -> bool                               # only where nothing is pending for it
+    scripts.cancel(job_id, reason="user", ttl_s=) -> CancelReply
+    scripts.enqueue(entry, priority="normal") -> str                    # the entry ID
+
+Argument and reply types live in `replies.py`, the producer's calls without I/O in `calls.py`; all can be had from here.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import redis
+from redis.exceptions import ResponseError
+
+from producer.protocol.calls import (
+    Call,
+    EnqueueRefused,
+    JobExists,
+    QueueFull,
+    QuotaExceeded,
+    cancel_call,
+    cancel_reply,
+    enqueue_call,
+    enqueue_reply,
+)
+from producer.protocol.errors import ErrorCode, clean
+from producer.protocol.job import Identity, JobEntry
+from producer.protocol.keys import (
+    CANCEL_TTL_S,
+    DEAD_BODY_BYTES,
+    DEAD_MAXLEN,
+    GROUP,
+    LANES,
+    RESULT_TTL_S,
+    STREAM_TTL_S,
+    Keys,
+    is_name,
+    open_stream_ttl,
+)
+from producer.protocol.lua import Runner
+from producer.protocol.replies import (
+    CancelReply,
+    DeadLetter,
+    Delivery,
+    Ending,
+    Ref,
+    Refused,
+    Started,
+    StartStatus,
+    TokenBatch,
+    TokenWrite,
+    Why,
+    classify,
+)
+from producer.protocol.result import Result
+
+__all__ = [
+    "CancelReply",
+    "DeadLetter",
+    "Delivery",
+    "Ending",
+    "EnqueueRefused",
+    "JobExists",
+    "QueueFull",
+    "QuotaExceeded",
+    "Ref",
+    "Refused",
+    "Scripts",
+    "StartStatus",
+    "Started",
+    "TokenBatch",
+    "TokenWrite",
+    "Why",
+]
+
+RENEW_CHUNK = 256
+
+
+@dataclass
+class Scripts:
+    """The scripts of one queue as one worker calls them. All raise `redis.RedisError` as any command does.
+
+    `consumer` is the worker's name (host:pid:random).
+    """
+
+    client: redis.Redis
+    keys: Keys
+    consumer: str = ""
+    result_ttl_s: int = RESULT_TTL_S
+    stream_ttl_s: int = STREAM_TTL_S
+    _runner: Runner = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stream_ttl_s = min(self.stream_ttl_s, self.result_ttl_s)
+        self._runner = Runner(self.client)
+
+    def _run(self, call: Call) -> Any:
+        return self._runner.run(call.script, call.keys, call.args)
+
+    def ensure_groups(self) -> None:
+        """Create the group of every lane at `0`, so that nothing sent before is missed."""
+        for lane in self.keys.lanes:
+            try:
+                self.client.xgroup_create(lane, GROUP, id="0", mkstream=True)
+            except ResponseError as error:
+                if "BUSYGROUP" not in str(error):
+                    raise
+
+    def read(self, count: int) -> list[Delivery] | None:
+        """Take at most `count` new entries, higher lanes first, without waiting. None: the queue is paused."""
+        reply = self._runner.run("read", [self.keys.meta, *self.keys.lanes], [GROUP, self.consumer, count])
+        if reply == b"PAUSED":
+            return None
+        return [
+            Delivery(lane, entry.decode(), dict(zip(flat[::2], flat[1::2], strict=True)))
+            for lane, entries in zip(LANES, reply, strict=True)
+            for entry, flat in entries
+        ]
+
+    def start(
+        self,
+        ref: Ref,
+        job: Identity,
+        *,
+        prompt_tokens: int,
+        ttl_ms: int | None = None,
+        max_attempts: int | None = None,
+        nonce: str | None = None,
+    ) -> Started:
+        """START: the owner check, the duplicate rule, cancel and deadline, then a new fence and its `start` event.
+
+        With `max_attempts`, a job that was started so often already is not started again (SPENT). A caller
+        that repeats a call whose reply was lost gives the same `nonce` again, and gets the first call's fence.
+        """
+        names = [self.keys.lane(ref.lane), *self._of(ref.id), *self.keys.lanes]
+        args = [GROUP, ref.entry, self.consumer, ref.lane, open_stream_ttl(self.result_ttl_s)]
+        args += [
+            nonce or secrets.token_hex(8),
+            _or_empty(ttl_ms),
+            _or_empty(max_attempts),
+            prompt_tokens,
+            job.group or "",
+            job.tenant or "",
+        ]
+        status, fence, attempt, deaths, now, reason = self._runner.run("start", names, args)
+        return Started(
+            StartStatus(status.decode()), int(fence), attempt, deaths, int(now), reason.decode("utf-8", "replace")
+        )
+
+    def _of(self, job_id: str) -> list[str]:
+        keys = self.keys
+        return [keys.job(job_id), keys.result(job_id), keys.cancel(job_id), keys.out(job_id)]
+
+    def publish(self, batch: TokenBatch) -> list[Refused]:
+        """Append all events of `batch` in one command; returns those that Redis refused, in order."""
+        if not batch:
+            return []
+        reply = self._runner.run("publish", batch.streams, batch.args)
+        refused = []
+        for number, why, last in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
+            fence = int(batch.args[number * 7 + 1].partition("-")[0])
+            job_id, n = batch.owners[number]
+            refused.append(classify(job_id, fence, n, why.decode("utf-8", "replace"), last.decode()))
+        return refused
+
+    def finalise(
+        self,
+        ref: Ref,
+        job: Identity,
+        result: Result,
+        *,
+        fence: int,
+        published: int,
+        events: Sequence[TokenWrite] = (),
+        callback: str | None = None,
+        dead: DeadLetter | None = None,
+    ) -> Ending:
+        """FINALISE a started job: `events` (what is not published yet), result, final event, bookkeeping, ack, delete.
+
+        `published` is the last n known to be in the stream, 0 for none; `events` go on from there. With `stream 0` pass
+        0 and no events. May be repeated where the reply was lost: DUP then means that it is done.
+        """
+        return self._end(ref, job, result, str(fence), published, events, callback, dead, 0)
+
+    def answer(
+        self,
+        ref: Ref,
+        job: Identity,
+        result: Result,
+        *,
+        prompt_tokens: int = 0,
+        callback: str | None = None,
+        dead: DeadLetter | None = None,
+    ) -> Ending:
+        """End an entry whose text nobody holds: refused, expired or cancelled unstarted, given up. No choices.
+
+        A START under way by this worker needs none of this: FINALISE it with its fence.
+        """
+        if result.choices:
+            raise ValueError("an answer without START has no choices")
+        return self._end(ref, job, result, "", 0, (), callback, dead, prompt_tokens)
+
+    def _end(
+        self,
+        ref: Ref,
+        job: Identity,
+        result: Result,
+        fence: str,
+        published: int,
+        events: Sequence[TokenWrite],
+        callback: str | None,
+        dead: DeadLetter | None,
+        prompt_tokens: int,
+    ) -> Ending:
+        keys, group, tenant = self.keys, job.group or "", job.tenant or ""
+        names = [keys.lane(ref.lane), *self._of(job.id), *keys.lanes, keys.dead, keys.callbacks]
+        names += [keys.quota(tenant), keys.group(group), keys.group_out(group)]
+        args: list[Any] = [GROUP, ref.entry, self.consumer, ref.lane, job.id, fence, published, result.status.value]
+        args += [result.to_json(), "1" if job.stream else "0", self.result_ttl_s, self.stream_ttl_s, group]
+        args += [callback or "", prompt_tokens]
+        if dead is None:
+            args += ["", "", 0, "", "0"]
+        else:
+            args += [dead.code.value, clean(dead.reason), dead.attempts, *_cut(dead.body)]
+        args.append(DEAD_MAXLEN)
+        for event in events:
+            args += event
+        return Ending(self._runner.run("finalise", names, args).decode())
+
+    def reject(self, ref: Ref, body: bytes, reason: str = "no usable id", job_id: bytes = b"") -> bool:
+        """Dead-letter an entry without a usable id, as `no_id`, and delete it. False: another worker holds it."""
+        args: list[Any] = [GROUP, ref.entry, self.consumer, ref.lane, job_id[:128], ErrorCode.NO_ID.value]
+        args += [clean(reason), *_cut(body), DEAD_MAXLEN]
+        return bool(self._runner.run("reject", [self.keys.lane(ref.lane), self.keys.dead], args) == b"OK")
+
+    def renew(self, refs: Iterable[Ref]) -> list[Ref]:
+        """Renew the leases; returns the entries that are held no more."""
+        by_lane: dict[str, list[Ref]] = {}
+        for ref in refs:
+            by_lane.setdefault(ref.lane, []).append(ref)
+        lost = []
+        for lane, held in by_lane.items():
+            for at in range(0, len(held), RENEW_CHUNK):
+                chunk = held[at : at + RENEW_CHUNK]
+                names = [self.keys.lane(lane), *(self.keys.out(ref.id) for ref in chunk)]
+                args = [GROUP, self.consumer, open_stream_ttl(self.result_ttl_s), *(ref.entry for ref in chunk)]
+                lost += [chunk[number] for number in self._runner.run("renew", names, args)]
+        return lost
+
+    def yield_(self, ref: Ref, *, idle_ms: int, polite: bool = True) -> bool:
+        """Hand an entry back: others see it idle for `idle_ms` (a lease: at once; a lease less d: in d). False: lost.
+
+        Not polite: the job still counts as running, so that its next start by another worker is a takeover.
+        """
+        args = [GROUP, ref.entry, self.consumer, ref.lane, max(0, idle_ms), "1" if polite else "0"]
+        return bool(self._runner.run("yield", [self.keys.lane(ref.lane), self.keys.job(ref.id)], args) == b"OK")
+
+    def promote(self, limit: int = 64) -> int:
+        """Move delayed jobs that are due into their lanes, `limit` at most; returns how many were moved."""
+        seconds, micros = self.client.time()
+        now = seconds * 1000 + micros // 1000
+        due: Any = self.client.zrangebyscore(self.keys.delayed, "-inf", now, start=0, num=limit)
+        keys, moved = self.keys, 0
+        for raw in due:
+            job_id = raw.decode("utf-8", "surrogateescape")
+            names = [keys.delayed, keys.delayed_job(job_id), keys.job(job_id), keys.result(job_id)]
+            names = [*names, *keys.lanes, keys.dead]
+            args = [keys.root, raw, DEAD_MAXLEN]
+            if is_name(job_id):
+                moved += self._runner.run("due", names, args) == b"MOVED"
+            else:
+                self.client.zrem(keys.delayed, raw)
+        return moved
+
+    def last_ids(self, job_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
+        """(fence, n) of the last entry of each job's stream; (0, 0) where it is empty or absent."""
+        pipe = self.client.pipeline(transaction=False)
+        for job_id in job_ids:
+            pipe.xrevrange(self.keys.out(job_id), count=1)
+        found = {}
+        for job_id, entries in zip(job_ids, pipe.execute(), strict=True):
+            fence, _, n = (entries[0][0] if entries else b"0-0").partition(b"-")
+            found[job_id] = (int(fence), int(n))
+        return found
+
+    def remove_consumer(self, name: str) -> bool:
+        """Delete a consumer from all lanes' groups where nothing is pending for it; True where it is gone from all."""
+        gone = [self._runner.run("remove_consumer", [lane], [GROUP, name]) for lane in self.keys.lanes]
+        return all(gone)
+
+    def cancel(self, job_id: str, reason: str = "user", ttl_s: int = CANCEL_TTL_S) -> CancelReply:
+        """Cancel a job: queued and delayed ones end now, a running one is asked to."""
+        return cancel_reply(
+            self._run(cancel_call(self.keys, job_id, reason, ttl_s, self.result_ttl_s, self.stream_ttl_s))
+        )
+
+    def enqueue(self, entry: JobEntry, priority: str = "normal") -> str:
+        """Add a job; returns its entry ID.
+
+        Raises:
+            JobExists, QueueFull, QuotaExceeded: it was not taken.
+        """
+        return enqueue_reply(self._run(enqueue_call(self.keys, entry, priority)), entry)
+
+
+def _or_empty(value: int | None) -> int | str:
+    return "" if value is None else value
+
+
+def _cut(body: bytes) -> tuple[bytes, str]:
+    return body[:DEAD_BODY_BYTES], "1" if len(body) > DEAD_BODY_BYTES else "0"

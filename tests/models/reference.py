@@ -1,0 +1,57 @@
+"""What transformers itself makes of a model, and what counts as the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+GAP = 1e-4
+"""Below this distance of the two highest logits of the reference, either may win."""
+
+
+class Reference:
+    """A transformers model in fp32 with its eager attention."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+        self.model.generation_config.eos_token_id = None
+        self.model.config.eos_token_id = None
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """fp32 `[tokens, vocab]`."""
+        return self.model(torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+
+    @torch.inference_mode()
+    def generate(self, prompt: Sequence[int], count: int) -> tuple[list[int], Tensor]:
+        """`count` greedy ids (no EOS), and the logits `[count, vocab]` that each was taken from."""
+        ids = torch.tensor([list(prompt)])
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits).float()
+
+
+def near_ties(ids: Sequence[int], want: Sequence[int], logits: Tensor) -> int:
+    """0 if the ids are equal, 1 if they part where the reference's two highest logits are closer than `GAP`.
+
+    Raises:
+        AssertionError: they part elsewhere.
+    """
+    for i, (ours, theirs) in enumerate(zip(ids, want, strict=True)):
+        if ours != theirs:
+            top = logits[i].topk(2).values
+            gap = float(top[0] - top[1])
+            assert gap < GAP, f"token {i}: {ours} instead of {theirs}, with a gap of {gap:.2g}"
+            print(f"near-tie at token {i}: gap {gap:.2g}")
+            return 1
+    return 0

@@ -1,0 +1,274 @@
+"""Cancel against finish, in every order that threads could bring about: the parts of a worker, stepped one by one.
+
+The engine is the real one over a stub model, so that blocks are counted; Redis is a real protocol peer.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import redis
+
+from engine.engine import Engine
+from producer.protocol.scripts import Scripts
+from tests.engine.stub import expect_idle, make_engine
+from tests.worker.harness import Queue, Refusal
+from worker.cancellation import Canceller
+from worker.cli import settings_from
+from worker.gate import Gate
+from worker.held import Held
+from worker.intake import Intake
+from worker.lease import Keeper
+from worker.link import Contact, RedisClock
+from worker.loop import EngineLoop
+from worker.publisher import Publisher
+from worker.results import Results
+from worker.sweeper import Sweeper
+from worker.threads import Mailbox
+from worker.translate import Translator
+
+SEEDS = 1000
+FOR_EVER = 1e18
+"""A lease end that no clock here reaches."""
+
+
+@pytest.fixture
+def seeds(queue: Queue, request: pytest.FixtureRequest) -> int:
+    """All of them on a real server; fakeredis is several times slower and gets a share."""
+    return SEEDS if "real" in request.node.callspec.id else SEEDS // 5
+
+
+class Shaky(Scripts):
+    """Now and then the connection breaks, before a command or after it: then it was done, and nobody knows."""
+
+    odds = 0.0
+    rng = random.Random(0)
+
+    def _shaken(self, call: Callable[[], Any]) -> Any:
+        if self.rng.random() < self.odds:
+            if self.rng.random() < 0.5:
+                call()
+            raise redis.ConnectionError("shaken")
+        return call()
+
+    def read(self, count: int) -> Any:
+        return self._shaken(lambda: Scripts.read(self, count))
+
+    def start(self, *args: Any, **kwargs: Any) -> Any:
+        return self._shaken(lambda: Scripts.start(self, *args, **kwargs))
+
+    def publish(self, batch: Any) -> Any:
+        return self._shaken(lambda: Scripts.publish(self, batch))
+
+    def finalise(self, *args: Any, **kwargs: Any) -> Any:
+        return self._shaken(lambda: Scripts.finalise(self, *args, **kwargs))
+
+    def answer(self, *args: Any, **kwargs: Any) -> Any:
+        return self._shaken(lambda: Scripts.answer(self, *args, **kwargs))
+
+    def renew(self, refs: Any) -> Any:
+        return self._shaken(lambda: Scripts.renew(self, refs))
+
+
+class Parts:
+    """A worker without threads: each call is one turn of what would be one."""
+
+    def __init__(self, queue: Queue, engine: Engine, name: str = "w") -> None:
+        settings = settings_from(
+            {"model": "stub", "redis": queue.url, "max_waiting": "2", "block_ms": "10", "max_attempts": "1000"}
+        )
+        self.queue, self.engine = queue, engine
+        self.scripts = Shaky(queue.client, queue.keys, name)
+        self.scripts.ensure_groups()
+        self.held, self.stop, contact, clock = Held(), threading.Event(), Contact(), RedisClock()
+        self.loop = EngineLoop(engine, self.stop)  # type: ignore[arg-type]
+        model = SimpleNamespace(name="stub", tokenizer=None, generation=None)
+        translator = Translator(settings, engine, model, Refusal)
+        contact.ok()
+        self.thief = Sweeper(self.scripts, self.held, contact, 0, 0)
+        sweeper = Sweeper(self.scripts, self.held, contact, 30, 15)
+        engine.gate = Gate(self.scripts, self.held, self.loop)
+        self.intake = Intake(
+            settings, self.scripts, queue.client, self.held, self.loop, translator, sweeper, clock, contact, Mailbox(),
+            self.stop,
+        )  # fmt: skip
+        self.keeper = Keeper(settings, self.scripts, self.held, self.loop, clock, contact, self.stop, dict)
+        self.keeper.sync_clock()
+        self.canceller = Canceller(queue.client, queue.keys, self.held, self.loop, self.stop, 0.05)
+        results = Results("stub", name, clock)
+        self.publisher = Publisher(self.scripts, results, self.held, self.loop, self.stop, lambda job, error: None)
+
+    def read(self) -> None:
+        room = self.held.wait_for_room(2, 0)
+        if room:
+            self.intake._accept(self.scripts.read(room) or [], FOR_EVER)
+
+    def steal(self) -> None:
+        """Take whatever is pending, as a sweep would after a lease without a sign of life; own lost reads too."""
+        room = self.held.wait_for_room(2, 0)
+        if room:
+            self.intake._accept(self.thief.sweep(room), FOR_EVER)
+
+    def step(self) -> None:
+        self.loop.turn(wait=False)
+        self.engine.check_integrity()
+
+    def collect(self) -> None:
+        self.publisher.collect(block=False)
+
+    def publish(self) -> None:
+        self.collect()
+        self.publisher.flush()
+
+
+def play(parts: Parts, rng: random.Random, jobs: list[str]) -> None:
+    """Turns in a random order, a cancel now and then, until nothing is left."""
+    queue = parts.queue
+    turns: list[Callable[[], Any]] = [parts.read, parts.step, parts.step, parts.publish, parts.canceller.poll]
+    turns += [parts.collect, parts.keeper.renew]
+    cancels = {job: rng.randrange(40) for job in jobs if rng.random() < 0.7}
+    for turn in range(10_000):
+        for job in [job for job, at in cancels.items() if at == turn]:
+            queue.cancel(job, "seeded")
+        rng.choice(turns)()
+        if turn > 40 and turn % 8 == 0 and queue.depth() == 0:
+            break
+    else:
+        raise AssertionError("jobs are left after 10,000 turns")
+    for _ in range(3):
+        parts.publish()
+        parts.step()
+
+
+@pytest.mark.timeout(600)
+def test_a_cancel_at_any_moment_leaves_one_ending_no_later_token_and_all_blocks(queue: Queue, seeds: int) -> None:
+    engine, _ = make_engine(num_blocks=24, max_num_seqs=4, max_num_batched_tokens=8)
+    parts = Parts(queue, engine)
+    seen: dict[str, int] = {}
+    for seed in range(seeds):
+        rng = random.Random(seed)
+        jobs = []
+        for _ in range(rng.randint(1, 3)):
+            body = {
+                "prompt": [rng.randrange(1, 60) for _ in range(rng.randint(1, 20))],
+                "max_tokens": rng.randint(1, 8),
+            }
+            body |= {"ignore_eos": True, "n": rng.choice([1, 1, 2])}
+            jobs.append(queue.add(body, rng.choice(["high", "normal", "low"])))
+        play(parts, rng, jobs)
+        for job in jobs:
+            late = queue.result(job, 0)["status"] == "succeeded"
+            if late:  # a cancel after the finish changes nothing, and its key is its sender's to expire
+                queue.client.delete(queue.keys.cancel(job))
+            result = queue.check_ending(job)
+            assert result["status"] in ("succeeded", "cancelled"), (seed, result)
+            assert (result.get("cancel_reason") == "seeded") == (not late)
+            seen[result["status"]] = seen.get(result["status"], 0) + 1
+        assert len(parts.held) == 0, seed
+        assert (queue.depth(), queue.pending()) == (0, 0), seed
+        expect_idle(engine)
+        assert parts.publisher._pending == {}
+        assert parts.publisher._last_words == {}
+    assert min(seen["succeeded"], seen["cancelled"]) > seeds // 10, seen
+
+
+def attempt(turn: Callable[[], Any]) -> None:
+    """A turn whose thread would have caught this and gone on."""
+    try:
+        turn()
+    except redis.ConnectionError:
+        return
+
+
+@pytest.mark.timeout(600)
+def test_lost_replies_and_stolen_jobs_still_give_each_id_one_right_result(queue: Queue, seeds: int) -> None:
+    pair = [Parts(queue, make_engine(num_blocks=24, max_num_seqs=4, max_num_batched_tokens=8)[0], n) for n in "ab"]
+    for seed in range(seeds // 4):
+        rng = Shaky.rng = random.Random(seed)
+        Shaky.odds = 0.15
+        body = {"max_tokens": 6, "ignore_eos": True, "temperature": 0}
+        jobs = [queue.add({"prompt": [rng.randrange(1, 60) for _ in range(9)], **body}) for _ in range(3)]
+        for turn in range(10_000):
+            parts = rng.choice(pair)
+            turns = [parts.read, parts.step, parts.step, parts.step, parts.publish, parts.publish, parts.keeper.renew]
+            attempt(rng.choice(turns) if rng.random() < 0.97 else parts.steal)
+            if turn % 8 == 0 and queue.depth() == 0:
+                break
+        Shaky.odds = 0.0
+        for parts in pair:
+            # What came to its end elsewhere is reported lost, and dropped.
+            parts.loop._later_at = 0.0
+            for turn_ in (parts.keeper.renew, parts.publish, parts.step, parts.publish, parts.step, parts.publish):
+                turn_()
+            assert len(parts.held) == 0, (seed, parts.held.all())
+            expect_idle(parts.engine)
+            assert parts.publisher._pending == {}
+        for job in jobs:
+            assert queue.check_ending(job)["status"] == "succeeded", seed
+        assert (queue.depth(), queue.pending()) == (0, 0), seed
+
+
+def test_a_stream_that_vanishes_is_written_again_under_a_new_fence(queue: Queue) -> None:
+    engine, _ = make_engine()
+    parts = Parts(queue, engine)
+    job = queue.add({"prompt": [1, 2, 3], "max_tokens": 12, "ignore_eos": True, "temperature": 0})
+    parts.read()
+    for vanish in (False, True, False, True):
+        for _ in range(2):
+            parts.step()
+            parts.publish()
+        if vanish:
+            queue.client.delete(queue.keys.out(job))
+    while parts.engine.has_work:
+        parts.step()
+    for _ in range(3):
+        parts.publish()
+    assert queue.check_ending(job)["usage"]["completion_tokens"] == 12
+
+
+def test_past_its_own_lease_end_nothing_is_published_until_it_is_renewed(queue: Queue) -> None:
+    engine, _ = make_engine()
+    parts = Parts(queue, engine)
+    job = queue.add({"prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True})
+    parts.read()
+    parts.step()
+    parts.held.all()[0].lease_until = 0.0
+    parts.step()
+    parts.publish()
+    assert [fields["type"] for _, fields in queue.events(job)] == ["start"]
+    while parts.engine.has_work:
+        parts.step()
+    parts.publish()
+    assert queue.client.get(queue.keys.result(job)) is None
+    parts.keeper.renew()
+    parts.publish()
+    assert queue.check_ending(job)["status"] == "succeeded"
+
+
+def test_a_worker_that_lost_a_job_writes_nothing_over_its_successor(queue: Queue) -> None:
+    first = Parts(queue, make_engine()[0], "first")
+    second = Parts(queue, make_engine()[0], "second")
+    job = queue.add({"prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True})
+    first.read()
+    first.step()
+    first.publish()
+    second.steal()
+    second.step()
+    before = queue.events(job)
+    first.step()
+    first.publish()
+    assert queue.events(job) == before
+    assert len(first.held) == 0
+    first.step()
+    expect_idle(first.engine)
+    while second.engine.has_work:
+        second.step()
+        second.publish()
+    second.publish()
+    result = queue.check_ending(job)
+    assert (result["worker"], result["attempt"]) == ("second", 2)

@@ -1,0 +1,111 @@
+"""The engine's thread: messages in, outputs out, and never a lost request."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from engine.outputs import Finished, Outcome, StepOutput
+from engine.request import Request, SamplingParams
+from tests.support import eventually
+from tests.worker.fakes import FakeEngine
+from worker.loop import BACKLOG, Add, Cancel, Drop, EngineLoop
+from worker.results import Answer
+
+
+def request(handle: str, tokens: int = 3) -> Request:
+    return Request(handle, [1, 2], SamplingParams(max_tokens=tokens))
+
+
+class Running:
+    def __init__(self, **options: float) -> None:
+        self.engine = FakeEngine(**options)  # type: ignore[arg-type]
+        self.stop = threading.Event()
+        self.loop = EngineLoop(self.engine, self.stop)
+        self.thread = threading.Thread(target=self.loop.run, daemon=True)
+        self.thread.start()
+
+    def finished(self, timeout: float = 5) -> Finished:
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            output = self.loop.outbox.get(timeout=timeout)[1]
+            if isinstance(output, StepOutput) and output.finished:
+                return output.finished[0]
+        raise AssertionError("nothing finished")
+
+    def close(self) -> None:
+        self.stop.set()
+        self.loop.wake()
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    made = Running()
+    yield made
+    made.close()
+
+
+def test_an_added_request_comes_out_finished(running: Running) -> None:
+    running.loop.post(Add(request("a")))
+    assert running.finished().outcome is Outcome.SUCCEEDED
+
+
+def test_an_idle_engine_does_not_spin(running: Running) -> None:
+    running.loop.post(Add(request("a")))
+    running.finished()
+    eventually(lambda: not running.engine.has_work)
+    steps = running.engine.steps
+    running.stop.wait(0.2)
+    assert running.engine.steps <= steps + 1
+
+
+def test_a_request_that_the_engine_refuses_is_answered(running: Running) -> None:
+    running.engine.step_seconds = 0.05
+    running.loop.post(Add(request("a", 100)))
+    running.loop.post(Add(request("a")))
+    outputs = [running.loop.outbox.get(timeout=5)[1] for _ in range(2)]
+    assert any(isinstance(o, Answer) and o.error is not None and "runs already" in o.error.message for o in outputs)
+    running.loop.post(Drop("a"))
+
+
+def test_a_cancelled_request_ends_and_a_dropped_one_is_silent(running: Running) -> None:
+    running.engine.step_seconds = 0.01
+    running.loop.post(Add(request("a", 200)))
+    running.loop.post(Add(request("b", 200)))
+    running.loop.post(Drop("b"))
+    running.loop.post(Cancel("a"))
+    ended = running.finished()
+    assert (ended.request_id, ended.outcome) == ("a", Outcome.CANCELLED)
+    eventually(lambda: not running.engine.has_work)
+
+
+def test_a_deferred_request_is_added_again_and_can_be_cancelled_meanwhile(running: Running) -> None:
+    def gate(new: list[Request]) -> None:
+        for one in new:
+            if one.params.max_tokens != 7:
+                running.engine.drop(one.id)
+                again = dataclasses.replace(one, params=dataclasses.replace(one.params, max_tokens=7))
+                running.loop.defer(again, 0.05 if one.id == "soon" else 3600)
+
+    running.engine.gate = gate
+    running.loop.post(Add(request("soon")))
+    assert running.finished().completion_tokens == 7
+    running.loop.post(Add(request("late")))
+    eventually(lambda: not running.engine.has_work and running.loop._later)
+    running.loop.post(Cancel("late"))
+    assert running.finished().outcome is Outcome.CANCELLED
+
+
+def test_an_engine_whose_outputs_nobody_takes_waits_instead_of_filling_memory() -> None:
+    running = Running(capacity=10 * BACKLOG)
+    running.loop.post(Add(request("a", 4 * BACKLOG)))
+    eventually(lambda: running.loop.outbox.full())
+    running.stop.wait(0.2)
+    assert running.engine.steps <= BACKLOG + 2
+    running.close()

@@ -1,0 +1,257 @@
+"""A whole worker over a Redis, the engine faked: what a producer sees in every ending."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import orjson
+
+from tests.support import eventually
+from tests.worker.fakes import POISON, FakeEngine, text_of
+from tests.worker.harness import Inside, Queue, inside
+from worker.exits import Exit
+
+
+def test_a_job_streams_its_text_and_ends_with_the_same_text(queue: Queue) -> None:
+    with inside(queue) as worker:
+        job = queue.add({"prompt": "Hello", "max_tokens": 5})
+        result = queue.check_ending(job)
+        assert result["status"] == "succeeded"
+        assert result["choices"] == [
+            {"index": 0, "text": text_of(b"Hello", 0, 5), "finish_reason": "length", "stop": None}
+        ]
+        assert result["usage"] == {"prompt_tokens": 5, "completion_tokens": 5, "cached_tokens": 0}
+        assert (result["model"], result["attempt"], result["worker"]) == ("fake", 1, worker.worker.name)
+        timings = result["timings"]
+        assert 0 <= timings["queued_ms"] <= timings["first_token_ms"] <= timings["total_ms"]
+        assert (queue.depth(), queue.pending()) == (0, 0)
+        worker.at_rest()
+
+
+def test_several_choices_share_one_count_of_events(queue: Queue) -> None:
+    with inside(queue):
+        job = queue.add({"prompt": "abc", "max_tokens": 4, "n": 3, "return_token_ids": True})
+        result = queue.check_ending(job)
+        assert [c["text"] for c in result["choices"]] == [text_of(b"abc", i, 4) for i in range(3)]
+        ids: dict[int, list[int]] = {}
+        for _, fields in queue.events(job):
+            if fields["type"] == "token":
+                ids.setdefault(int(fields["index"]), []).extend(orjson.loads(fields["token_ids"]))
+        assert [ids[c["index"]] for c in result["choices"]] == [c["token_ids"] for c in result["choices"]]
+
+
+def test_without_streaming_there_is_a_start_and_a_bare_final(queue: Queue) -> None:
+    with inside(queue):
+        job = queue.add({"prompt": "abc", "max_tokens": 4}, stream="0")
+        assert queue.result(job)["choices"][0]["text"] == text_of(b"abc", 0, 4)
+        events = [fields for _, fields in queue.events(job)]
+        assert [fields["type"] for fields in events] == ["start", "final"]
+        assert "result" not in events[-1]
+
+
+def test_jobs_added_before_the_first_worker_ever_started_are_read(queue: Queue) -> None:
+    jobs = [queue.add({"prompt": f"job {i}", "max_tokens": 2}) for i in range(30)]
+    with inside(queue, max_waiting="4"):
+        assert {queue.check_ending(job)["status"] for job in jobs} == {"succeeded"}
+
+
+def test_high_goes_before_normal_before_low(queue: Queue) -> None:
+    jobs = {lane: queue.add({"prompt": lane, "max_tokens": 2}, lane=lane) for lane in ("low", "normal", "high")}
+    with inside(queue, FakeEngine(max_num_seqs=1)):
+        first = {lane: queue.check_ending(job)["timings"]["first_token_ms"] for lane, job in jobs.items()}
+        ended = {lane: int(queue.events(job)[-1][0].partition("-")[0]) for lane, job in jobs.items()}
+    assert ended["high"] <= ended["normal"] <= ended["low"], first
+
+
+def test_no_more_is_read_than_there_is_room_for(queue: Queue) -> None:
+    engine = FakeEngine(max_num_seqs=1, step_seconds=0.05)
+    with inside(queue, engine, max_waiting="2", drain_seconds="0"):
+        for i in range(12):
+            queue.add({"prompt": f"job {i}", "max_tokens": 200}, lane=("high", "normal", "low")[i % 3])
+        eventually(lambda: engine.computed)
+        for _ in range(20):
+            # One runs, two wait, and a blocking read over three lanes may have brought one from each.
+            assert queue.pending() <= 1 + 2 + 2
+
+
+FUZZ: dict[str, tuple[bytes, dict[str, Any], str]] = {
+    "not json": (b"{", {}, "invalid_json"),
+    "empty": (b"", {}, "invalid_json"),
+    "null": (b"null", {}, "invalid_request"),
+    "list": (b"[]", {}, "invalid_request"),
+    "invalid utf-8": (b'{"prompt":"\xff"}', {}, "invalid_json"),
+    "lone surrogate": (b'{"prompt":"\\ud800"}', {}, "invalid_json"),
+    "nan": (b'{"prompt":"x","top_p":NaN}', {}, "invalid_request"),
+    "infinity": (b'{"prompt":"x","temperature":1e999}', {}, "invalid_request"),
+    "huge integer": (b'{"prompt":"x","max_tokens":' + b"9" * 10_000 + b"}", {}, "invalid_request"),
+    "deep nesting": (b'{"prompt":"x","metadata":' + b"[" * 5000 + b"]" * 5000 + b"}", {}, "invalid_json"),
+    "deep object": (b'{"prompt":"x","tools":' + b'[{"a":' * 90 + b"1" + b"}]" * 90 + b"}", {}, "invalid_request"),
+    "wrong type": (b'{"prompt":3}', {}, "invalid_request"),
+    "bool for int": (b'{"prompt":"x","n":true}', {}, "invalid_request"),
+    "unknown key": (b'{"prompt":"x","best_of":2}', {}, "invalid_request"),
+    "two megabytes": (b'{"prompt":"' + b"x" * (2 << 20) + b'"}', {}, "too_large"),
+    "too many choices": (b'{"prompt":"x","n":1000000}', {}, "invalid_request"),
+    "unknown field": (b'{"prompt":"x"}', {"attempt": "1"}, "invalid_request"),
+    "version": (b'{"prompt":"x"}', {"v": "2"}, "unsupported_version"),
+    "ttl": (b'{"prompt":"x"}', {"ttl_ms": "-1"}, "invalid_request"),
+    "stream": (b'{"prompt":"x"}', {"stream": "yes"}, "invalid_request"),
+    "callback": (b'{"prompt":"x"}', {"callback": "https://example.com"}, "invalid_request"),
+    "model": (b'{"prompt":"x","model":"gpt-5"}', {}, "model_mismatch"),
+    "can never fit": (b'{"prompt":"' + b"x" * 400 + b'"}', {}, "prompt_too_long"),
+    "ids out of range": (b'{"prompt":[999999]}', {}, "invalid_request"),
+    "expired": (b'{"prompt":"x"}', {"ttl_ms": "1"}, "deadline_exceeded"),
+}
+
+
+def test_each_broken_body_gets_its_error_and_the_worker_lives(queue: Queue) -> None:
+    jobs = {name: queue.add(body, **fields) for name, (body, fields, _) in FUZZ.items()}
+    queue.client.xadd(queue.keys.lane("normal"), {"body": b'{"prompt":"nobody asks"}'})
+    queue.client.xadd(queue.keys.lane("normal"), {"id": "a:b", "body": b"x" * 100_000})
+    queue.client.xadd(queue.keys.lane("normal"), {"id": "fieldless"})
+    good = queue.add({"prompt": "good", "max_tokens": 2})
+    with inside(queue) as worker:
+        assert queue.check_ending(good)["status"] == "succeeded"
+        for name, (_, _, code) in FUZZ.items():
+            result = queue.check_ending(jobs[name])
+            assert (name, result["error"]["code"], result["error"]["retryable"]) == (name, code, False)
+            assert result["status"] == ("expired" if code == "deadline_exceeded" else "failed")
+            assert result["choices"] == []
+        assert queue.check_ending("fieldless")["error"]["code"] == "invalid_request"
+        eventually(lambda: queue.depth() == 0)
+        dead: Any = queue.client.xrange(queue.keys.dead)
+        assert [(f[b"id"], f[b"code"], f[b"truncated"]) for _, f in dead] == [
+            (b"", b"no_id", b"0"),
+            (b"a:b", b"no_id", b"1"),
+        ]
+        assert queue.pending() == 0
+        worker.at_rest()
+
+
+def test_what_a_body_asked_too_much_of_is_reported(queue: Queue) -> None:
+    with inside(queue):
+        job = queue.add({"prompt": "abc", "max_tokens": 10_000}, traceparent=f"00-{'1' * 32}-{'2' * 16}-01")
+        result = queue.check_ending(job)
+        assert result["clamped"] == {"max_tokens": 253}
+        assert result["traceparent"] == f"00-{'1' * 32}-{'2' * 16}-01"
+
+
+def test_an_id_is_answered_once_however_often_it_is_sent(queue: Queue) -> None:
+    jobs = [queue.add({"prompt": "same", "max_tokens": 3}, id="twice") for _ in range(3)]
+    with inside(queue) as worker:
+        result = queue.check_ending(jobs[0])
+        eventually(lambda: queue.depth() == 0)
+        queue.add({"prompt": "other", "max_tokens": 9}, id="twice")
+        queue.add(b"{", id="twice")
+        eventually(lambda: queue.depth() == 0)
+        assert queue.check_ending("twice") == result
+        assert len(set(worker.engine.computed)) == 1
+        worker.at_rest()
+
+
+def test_a_budget_ends_a_running_job_and_keeps_its_text(queue: Queue) -> None:
+    with inside(queue, FakeEngine(step_seconds=0.02)):
+        job = queue.add({"prompt": "x", "max_tokens": 200}, ttl_ms="600")
+        result = queue.check_ending(job)
+        assert (result["status"], result["error"]["code"]) == ("expired", "deadline_exceeded")
+        assert result["choices"][0]["finish_reason"] == "expired"
+        assert result["choices"][0]["text"]
+        assert 500 <= result["timings"]["total_ms"] < 3000
+
+
+def test_a_paused_queue_is_left_alone(queue: Queue) -> None:
+    with inside(queue) as worker:
+        queue.client.hset(queue.keys.meta, "paused", "1")
+        job = queue.add({"prompt": "x", "max_tokens": 1})
+        worker.worker._stop_rest.wait(0.5)
+        assert queue.client.get(queue.keys.result(job)) is None
+        queue.client.hset(queue.keys.meta, "paused", "0")
+        assert queue.check_ending(job)["status"] == "succeeded"
+
+
+def test_burst_ends_with_nothing_left(queue: Queue) -> None:
+    jobs = [queue.add({"prompt": f"{i}", "max_tokens": 3}) for i in range(5)]
+    worker = Inside(queue, burst="1").start()
+    assert worker.join() is Exit.OK
+    assert all(queue.check_ending(job)["status"] == "succeeded" for job in jobs)
+    assert (queue.depth(), queue.pending()) == (0, 0)
+    assert not queue.client.exists(queue.keys.worker(worker.worker.name))
+
+
+def test_a_worker_with_another_lease_refuses_the_queue(queue: Queue) -> None:
+    with inside(queue):
+        other = Inside(queue, lease_seconds="7")
+        other._thread.start()
+        assert other.join() is Exit.REFUSED
+
+
+def test_an_engine_that_raises_ends_the_worker_loudly_and_hands_back(queue: Queue) -> None:
+    engine = FakeEngine()
+    engine.check_integrity = lambda: (_ for _ in ()).throw(RuntimeError("books differ"))  # type: ignore[assignment]
+    worker = Inside(queue, engine).start()
+    queue.add({"prompt": "x", "max_tokens": 1})
+    assert worker.join() is Exit.ERROR
+
+
+def test_a_failure_that_may_pass_is_tried_again_and_then_given_up(queue: Queue) -> None:
+    with inside(queue, lease_seconds="0.6", max_attempts="2") as worker:
+        job = queue.add({"prompt": [POISON], "max_tokens": 3})
+        neighbour = queue.add({"prompt": "fine", "max_tokens": 3})
+        result = queue.check_ending(job)
+        assert (result["status"], result["attempt"]) == ("failed", 2)
+        error = result["error"]
+        assert (error["code"], error["cause"], error["retryable"]) == ("gave_up", "engine_error", False)
+        assert queue.check_ending(neighbour)["attempt"] == 1
+        dead: Any = queue.client.xrange(queue.keys.dead)
+        assert [(f[b"id"], f[b"code"], f[b"attempts"]) for _, f in dead] == [(job.encode(), b"gave_up", b"2")]
+        worker.at_rest()
+
+
+def test_sigterm_hands_back_what_waits_and_finishes_what_runs(queue: Queue) -> None:
+    engine = FakeEngine(max_num_seqs=1, step_seconds=0.01)
+    first = Inside(queue, engine, lease_seconds="1").start()
+    runs = queue.add({"prompt": "runs", "max_tokens": 50})
+    eventually(lambda: engine.computed)
+    waits = [queue.add({"prompt": f"waits {i}", "max_tokens": 2}) for i in range(3)]
+    eventually(lambda: first.worker.held.waiting == 3)
+    assert first.stop() is Exit.OK
+    assert queue.check_ending(runs)["status"] == "succeeded"
+    assert not any(queue.client.exists(queue.keys.result(job)) for job in waits)
+    with inside(queue, lease_seconds="1") as second:
+        for job in waits:
+            result = queue.check_ending(job)
+            assert (result["attempt"], result["worker"]) == (1, second.worker.name)
+
+
+def test_a_second_signal_hands_back_what_runs(queue: Queue) -> None:
+    engine = FakeEngine(step_seconds=0.05)
+    first = Inside(queue, engine, lease_seconds="1", drain_seconds="60").start()
+    job = queue.add({"prompt": "long", "max_tokens": 40})
+    eventually(lambda: len(queue.events(job)) > 2)
+    first.signal()
+    first.signal()
+    assert first.join(5) is Exit.OK
+    assert not queue.client.exists(queue.keys.result(job))
+    with inside(queue, lease_seconds="1"):
+        result = queue.check_ending(job)
+        assert (result["status"], result["attempt"]) == ("succeeded", 2)
+        assert len({i.partition("-")[0] for i, f in queue.events(job) if f["type"] == "start"}) == 2
+
+
+def test_sigterm_while_loading_claims_nothing(queue: Queue) -> None:
+    job = queue.add({"prompt": "x"})
+    worker = Inside(queue)
+    gate = threading.Event()
+    load = worker.worker._loader
+
+    def slow(settings: Any) -> Any:
+        gate.wait(10)
+        return load(settings)
+
+    worker.worker._loader = slow
+    worker._thread.start()
+    worker.signal()
+    assert worker.join(8) is Exit.OK
+    gate.set()
+    assert queue.client.xlen(queue.keys.lane("normal")) == 1
+    assert not queue.client.exists(queue.keys.out(job))

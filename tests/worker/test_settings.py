@@ -1,0 +1,81 @@
+"""Every option exists once: command line, environment and validation are all made from the model's fields."""
+
+from __future__ import annotations
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+import worker.cli
+from worker.settings import Settings, option, parse_size, variable
+
+
+def settings(**given: object) -> Settings:
+    return worker.cli.settings_from({"model": "m", **given})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2GiB", 2 << 30), ("512MiB", 512 << 20), ("100MB", 100_000_000), ("1.5g", 3 << 29), ("7", 7), ("1 kib", 1024)],
+)
+def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "1xb", "-1", "1e9", "nan", "2 GiB more"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a size"):
+        parse_size(text)
+
+
+def test_every_field_is_an_option_and_a_variable() -> None:
+    parameters = worker.cli.worker.__signature__.parameters  # type: ignore[attr-defined]
+    assert list(parameters) == list(Settings.model_fields)
+    for name, parameter in parameters.items():
+        spec = parameter.annotation.__metadata__[0]
+        assert spec.envvar == variable(name)
+        assert spec.default.split("/")[0] == option(name)
+        assert spec.help.startswith(Settings.model_fields[name].description)
+
+
+def test_the_environment_is_under_what_is_given() -> None:
+    environ = {"TOKENMILL_MODEL": "from-env", "TOKENMILL_MAX_NUM_SEQS": "3", "TOKENMILL_BURST": "1", "PATH": "x"}
+    found = worker.cli.settings_from_environment(environ, model="given")
+    assert (found.model, found.max_num_seqs, found.burst) == ("given", 3, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"max_num_seqs": "0"}, "--max-num-seqs"),
+        ({"device": "tpu"}, "--device"),
+        ({"queue": "a:b"}, "--queue"),
+        ({"kv_cache_memory": "many"}, "--kv-cache-memory"),
+        ({"kv_cache_memory": "1GiB", "num_kv_blocks": "8"}, "not both"),
+        ({"result_ttl_seconds": "5"}, "--stream-ttl-seconds"),
+        ({"lease_seconds": "inf"}, "--lease-seconds"),
+        ({"cancel_poll_ms": "nan"}, "--cancel-poll-ms"),
+    ],
+)
+def test_a_wrong_value_names_its_option(given: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        settings(**given)
+
+
+def test_a_bad_redis_url_does_not_show_its_password() -> None:
+    with pytest.raises(ValueError, match="--redis") as caught:
+        settings(redis="http://:sesame@host")
+    assert "sesame" not in str(caught.value)
+
+
+def test_the_command_line_reaches_main(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Settings] = []
+    monkeypatch.setattr("worker.service.main", lambda s: seen.append(s) or 7)
+    app = Typer()
+    app.command()(worker.cli.worker)
+    result = CliRunner().invoke(
+        app, ["--model", "m", "--served-model-name", "a,b", "--num-kv-blocks", "9", "--no-enable-prefix-caching"]
+    )
+    assert result.exit_code == 7
+    assert (seen[0].served_model_name, seen[0].num_kv_blocks, seen[0].enable_prefix_caching) == (("a", "b"), 9, False)
+    assert CliRunner().invoke(app, []).exit_code == 2  # no model

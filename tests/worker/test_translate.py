@@ -1,0 +1,133 @@
+"""Whatever a sender gets wrong becomes a JobError with the right code; what is right reaches the engine unchanged."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+
+from engine.request import Request
+from producer.protocol.errors import ErrorCode, JobError
+from producer.protocol.job import Identity, JobEntry
+from tests.worker.fakes import FakeEngine, FakeModel
+from worker.cli import settings_from
+from worker.held import Job
+from worker.translate import Translator
+
+
+class ChatRefused(Exception):
+    pass
+
+
+def translator(model: FakeModel | None = None, **options: object) -> Translator:
+    settings = settings_from({"model": "fake", **options})
+    return Translator(settings, FakeEngine(capacity=256), model or FakeModel(), ChatRefused)
+
+
+def translate(body: Any, use: Translator | None = None, **entry: Any) -> tuple[Job, Request]:
+    raw = body if isinstance(body, bytes) else orjson.dumps(body)
+    job = Job("normal", "1-0", Identity("a"))
+    deadline = entry.pop("deadline", None)
+    return job, (use or translator()).request(job, JobEntry(id="a", body=raw, **entry), 1, deadline)
+
+
+def refusal(body: Any, use: Translator | None = None, **entry: Any) -> JobError:
+    with pytest.raises(JobError) as caught:
+        translate(body, use, **entry)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "names"),
+    [
+        (b"{", ErrorCode.INVALID_JSON, "body"),
+        (b"[" * 100_000, ErrorCode.INVALID_JSON, "body"),
+        (b'{"prompt":"x","temperature":NaN}', ErrorCode.INVALID_REQUEST, "temperature"),
+        ({"prompt": "x", "colour": 1}, ErrorCode.INVALID_REQUEST, "colour"),
+        ({"prompt": "x" * (1 << 20)}, ErrorCode.TOO_LARGE, "body"),
+        ({"prompt": "x" * 300}, ErrorCode.PROMPT_TOO_LONG, "prompt"),
+        ({"prompt": "x" * 200_000}, ErrorCode.PROMPT_TOO_LONG, "bytes"),
+        ({"prompt": ""}, ErrorCode.INVALID_REQUEST, "prompt"),
+        ({"prompt": [1, 256]}, ErrorCode.INVALID_REQUEST, "prompt"),
+        ({"prompt": "x", "model": "other"}, ErrorCode.MODEL_MISMATCH, "fake"),
+        ({"prompt": "x", "logprobs": True}, ErrorCode.INVALID_REQUEST, "logprobs"),
+        ({"prompt": "x", "prompt_logprobs": 0}, ErrorCode.INVALID_REQUEST, "prompt_logprobs"),
+        ({"prompt": "x", "response_format": {"type": "json_object"}}, ErrorCode.INVALID_REQUEST, "response_format"),
+        ({"prompt": "x", "structured_outputs": {"regex": "a"}}, ErrorCode.INVALID_REQUEST, "structured_outputs"),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+            ErrorCode.INVALID_REQUEST,
+            "chat_template",
+        ),
+    ],
+)
+def test_a_bad_body_is_refused_with_its_code_and_names_what_is_wrong(body: Any, code: ErrorCode, names: str) -> None:
+    error = refusal(body)
+    assert error.code is code
+    assert names in error.message
+
+
+def test_a_huge_prompt_is_refused_without_being_tokenised() -> None:
+    model = FakeModel()
+    model.tokenizer.encode = lambda text: pytest.fail("tokenised")  # type: ignore[method-assign]
+    assert refusal({"prompt": "x" * 200_000}, translator(model)).code is ErrorCode.PROMPT_TOO_LONG
+
+
+def test_a_template_that_refuses_its_messages_is_the_senders_error() -> None:
+    def refuse(*args: Any, **kwargs: Any) -> list[int]:
+        raise ChatRefused("no system role here")
+
+    model = FakeModel()
+    model.tokenizer.encode_chat = refuse  # type: ignore[method-assign]
+    error = refusal({"messages": [{"role": "system", "content": "x"}]}, translator(model))
+    assert (error.code, "no system role" in error.message) == (ErrorCode.INVALID_REQUEST, True)
+
+
+def test_a_budget_that_is_over_ends_the_job_before_it_is_parsed() -> None:
+    assert refusal(b"{", deadline=time.monotonic() - 1, ttl_ms=5).code is ErrorCode.DEADLINE_EXCEEDED
+
+
+def test_a_callback_is_refused_while_no_host_is_allowed() -> None:
+    assert "callback" in refusal({"prompt": "x"}, callback="https://example.com/").message
+
+
+def test_defaults_come_from_the_model_then_from_openai() -> None:
+    model = FakeModel()
+    model.generation = SimpleNamespace(temperature=0.6, top_p=None, top_k=40, min_p=None, repetition_penalty=1.1)
+    params = translate({"prompt": "x"}, translator(model))[1].params
+    assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0.6, 1.0, 40, 1.1)
+    params = translate({"prompt": "x", "temperature": 0, "top_k": -1}, translator(model))[1].params
+    assert (params.temperature, params.top_k) == (0, 0)
+
+
+def test_falsy_values_are_values() -> None:
+    params = translate({"prompt": "x", "seed": 0, "logit_bias": {"0": 0}, "stop_token_ids": [0]})[1].params
+    assert (params.seed, params.logit_bias, params.stop_token_ids) == (0, ((0, 0.0),), frozenset({0}))
+
+
+def test_what_is_reduced_is_reported_as_clamped() -> None:
+    job, request = translate({"prompt": "x" * 200, "max_tokens": 1000, "min_tokens": 100})
+    assert (request.params.max_tokens, request.params.min_tokens) == (56, 56)
+    assert job.clamped == {"max_tokens": 56, "min_tokens": 56}
+    job, request = translate({"prompt": "x"})
+    assert (request.params.max_tokens, job.clamped) == (255, {})
+    job, request = translate({"prompt": "x", "max_tokens": 9}, translator(max_output_tokens=5))
+    assert (request.params.max_tokens, job.clamped) == (5, {"max_tokens": 5})
+
+
+def test_any_served_name_may_be_asked_for() -> None:
+    use = translator(served_model_name="one,two")
+    assert translate({"prompt": "x", "model": "two"}, use)[1].params.n == 1
+    assert refusal({"prompt": "x", "model": "fake"}, use).code is ErrorCode.MODEL_MISMATCH
+
+
+def test_response_format_text_is_accepted() -> None:
+    assert translate({"prompt": "x", "response_format": {"type": "text"}})[1].params.max_tokens == 255
+
+
+def test_chat_goes_through_the_template_with_its_arguments() -> None:
+    request = translate({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]})[1]
+    assert bytes(request.prompt) == b"<user>hi"

@@ -1,0 +1,94 @@
+"""The gate between waiting and running: START in Redis, just before a job's first token is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import redis
+import structlog
+
+from engine.request import Request
+from producer.protocol.errors import ErrorCode, JobError
+from producer.protocol.result import Status
+from producer.protocol.scripts import Scripts, Started, StartStatus
+from worker.held import Held, Job
+from worker.link import passing
+from worker.loop import EngineLoop
+from worker.results import Answer, gave_up
+
+log = structlog.get_logger()
+
+RETRY_SECONDS = 0.5
+"""Until a job whose START did not get through is tried again."""
+
+
+class Gate:
+    """Called by the engine, on its thread, with a client of its own that does not retry for long."""
+
+    def __init__(self, scripts: Scripts, held: Held, loop: EngineLoop) -> None:
+        self._scripts = scripts
+        self._held = held
+        self._loop = loop
+        self.closed = False
+        """While draining nothing new is started."""
+
+    def __call__(self, requests: list[Request]) -> None:
+        """START all of them; who may not run is dropped from the engine before anything is computed for it."""
+        reachable = True
+        for request in requests:
+            job = self._held.begin(request.id)
+            if job is None:
+                self._loop.engine.drop(request.id)
+            elif self.closed:
+                self._put_back(job)
+            elif not (reachable and self._start(job)):
+                reachable = False
+                self._put_back(job)
+                self._loop.defer(dataclasses.replace(request), RETRY_SECONDS)
+
+    def _put_back(self, job: Job) -> None:
+        self._held.rest(job)
+        self._loop.engine.drop(job.handle)
+
+    def _start(self, job: Job) -> bool:
+        """False: Redis cannot be reached now."""
+        try:
+            started = self._scripts.start(
+                job.ref,
+                job.who,
+                prompt_tokens=job.prompt_tokens or 0,
+                ttl_ms=job.ttl_ms,
+                max_attempts=job.max_attempts,
+            )
+        except redis.RedisError as error:
+            if not passing(error):
+                raise
+            log.warning("redis_refuses", doing="start", error=str(error))
+            return False
+        self._apply(job, started)
+        return True
+
+    def _apply(self, job: Job, started: Started) -> None:
+        job.attempt = started.attempt
+        match started.status:
+            case StartStatus.OK:
+                job.started_at = time.monotonic()
+                job.queued_ms = max(0, started.now_ms - job.ref.added_ms)
+                job.fence = started.fence
+            case StartStatus.CANCELLED:
+                job.cancel_reason = started.reason
+                self._answer(job, Answer(job.handle, Status.CANCELLED))
+            case StartStatus.EXPIRED:
+                error = JobError(ErrorCode.DEADLINE_EXCEEDED, f"ttl_ms: {job.ttl_ms} ms were over before the start")
+                self._answer(job, Answer.of(job.handle, error))
+            case StartStatus.SPENT:
+                self._answer(job, Answer.of(job.handle, gave_up(job, None)))
+            case StartStatus.DUP | StartStatus.LOST:
+                log.info("job_not_started", id=job.id, why=started.status.value)
+                self._held.forget(job.handle)
+                self._loop.engine.drop(job.handle)
+
+    def _answer(self, job: Job, answer: Answer) -> None:
+        self._loop.engine.drop(job.handle)
+        self._loop.give(answer)

@@ -1,0 +1,191 @@
+"""The intake's thread: reads no more than there is room for, and turns entries into requests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import redis
+import structlog
+
+from producer.protocol.errors import ErrorCode, JobError
+from producer.protocol.job import identify, parse_entry
+from producer.protocol.keys import GROUP, LANES
+from producer.protocol.scripts import Delivery, Ref, Scripts
+from worker.exits import Exit
+from worker.held import Held, Job
+from worker.link import Contact, RedisClock, no_group, passing
+from worker.loop import Add, EngineLoop
+from worker.results import Answer
+from worker.settings import Settings
+from worker.sweeper import Sweeper
+from worker.threads import Mailbox, Stop
+from worker.translate import Translator
+
+log = structlog.get_logger()
+
+PAUSE_SECONDS = 0.2
+"""Between two looks at a paused or unreachable queue."""
+
+
+class Intake:
+    """The only one that adds to the registry of held jobs, so that no two count the same free place."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        scripts: Scripts,
+        blocking: redis.Redis,
+        held: Held,
+        loop: EngineLoop,
+        translator: Translator,
+        sweeper: Sweeper,
+        clock: RedisClock,
+        contact: Contact,
+        mailbox: Mailbox,
+        stop: threading.Event,
+    ) -> None:
+        """`blocking`: a client for reads that wait; `stop` ends the thread after the read under way."""
+        self._settings = settings
+        self._scripts = scripts
+        self._blocking = blocking
+        self._held = held
+        self._loop = loop
+        self._translator = translator
+        self._sweeper = sweeper
+        self._clock = clock
+        self._contact = contact
+        self._mailbox = mailbox
+        self._stop = stop
+
+    def run(self) -> None:
+        """Read until `stop` is set."""
+        while not self._stop.is_set():
+            try:
+                self.round()
+                self._contact.ok()
+            except redis.RedisError as error:
+                if no_group(error):
+                    log.warning("group_missing", doing="create it at 0", error=str(error))
+                    self._recreate()
+                elif passing(error):
+                    self._contact.lost()
+                    log.warning("redis_refuses", doing="read", error=str(error))
+                else:
+                    raise
+                self._stop.wait(PAUSE_SECONDS)
+
+    def _recreate(self) -> None:
+        try:
+            self._scripts.ensure_groups()
+        except redis.RedisError as error:
+            if not passing(error):
+                raise
+
+    def round(self) -> None:
+        """One look at the queue: others' abandoned entries first, then new ones, then wait for one."""
+        room = self._held.wait_for_room(self._settings.max_waiting, PAUSE_SECONDS)
+        if room == 0:
+            return
+        sent = time.monotonic()
+        found = self._sweeper.sweep(room)
+        if not found:
+            new = self._scripts.read(room)
+            if new is None:
+                self._stop.wait(PAUSE_SECONDS)
+                return
+            found = new
+        if found:
+            self._accept(found, sent)
+        elif self._settings.burst and self._is_over():
+            self._mailbox.put(Stop(Exit.OK))
+            self._stop.wait(PAUSE_SECONDS)
+        else:
+            self._wait_for_one()
+
+    def _wait_for_one(self) -> None:
+        """Block on all lanes; each may bring one entry, however many places are free."""
+        keys = self._scripts.keys
+        block = self._settings.block_ms if not self._settings.burst else min(100, self._settings.block_ms)
+        sent = time.monotonic()
+        reply: Any = self._blocking.xreadgroup(
+            GROUP, self._scripts.consumer, dict.fromkeys(keys.lanes, ">"), count=1, block=block
+        )
+        names = {keys.lane(name).encode(): name for name in LANES}
+        found = [
+            Delivery(names[lane], entry.decode(), dict(fields or {}))
+            for lane, entries in reply or ()
+            for entry, fields in entries
+        ]
+        if found:
+            self._accept(found, sent)
+
+    def _is_over(self) -> bool:
+        """Whether the queue is empty and nothing is held; entries that others hold count as the queue's."""
+        pipe = self._scripts.client.pipeline(transaction=False)
+        for lane in self._scripts.keys.lanes:
+            pipe.xlen(lane)
+        return not any(pipe.execute()) and len(self._held) == 0
+
+    def _accept(self, found: list[Delivery], sent: float) -> None:
+        """Hold all of them at once, so that their leases are renewed while the first ones are tokenised."""
+        jobs: list[tuple[Job, Delivery]] = []
+        nameless: list[Delivery] = []
+        for delivery in found:
+            who = identify(delivery.fields)
+            if who is None:
+                nameless.append(delivery)
+            elif not self._held.holds(delivery.lane, delivery.entry):  # else Redis went back in time
+                job = Job(
+                    delivery.lane,
+                    delivery.entry,
+                    who,
+                    body=delivery.fields.get(b"body", b""),
+                    max_attempts=self._settings.max_attempts,
+                    lease_until=sent + self._settings.lease_seconds,
+                )
+                self._held.add(job)
+                jobs.append((job, delivery))
+        self._wait_while_paused()
+        for job, delivery in jobs:
+            self._submit(job, delivery)
+        for delivery in nameless:  # last: if Redis goes away here, a sweep finds them again
+            self._reject(delivery)
+
+    def _wait_while_paused(self) -> None:
+        """What a blocking read brought just after the queue was paused waits here."""
+        while not self._stop.is_set() and self._paused():
+            self._stop.wait(PAUSE_SECONDS)
+
+    def _paused(self) -> bool:
+        try:
+            return bool(self._scripts.client.hget(self._scripts.keys.meta, "paused") == b"1")
+        except redis.RedisError as error:
+            if not passing(error):
+                raise
+            return True
+
+    def _submit(self, job: Job, delivery: Delivery) -> None:
+        try:
+            entry = parse_entry(delivery.fields)
+            job.ttl_ms = entry.ttl_ms
+            job.callback = entry.callback
+            if entry.max_attempts is not None:
+                job.max_attempts = min(entry.max_attempts, self._settings.max_attempts)
+            deadline = None if entry.ttl_ms is None else self._clock.deadline(job.ref.added_ms, entry.ttl_ms)
+            request = self._translator.request(job, entry, LANES.index(delivery.lane), deadline)
+        except JobError as error:
+            job.callback = None
+            self._loop.give(Answer.of(job.handle, error))
+        except Exception as error:
+            log.exception("job_unreadable", id=job.id)
+            reason = JobError(ErrorCode.ENGINE_ERROR, f"the worker cannot read this job: {type(error).__name__}")
+            self._loop.give(Answer.of(job.handle, JobError(reason.code, reason.message, retryable=False)))
+        else:
+            self._loop.post(Add(request))
+
+    def _reject(self, delivery: Delivery) -> None:
+        raw = delivery.fields.get(b"body", b"")
+        self._scripts.reject(Ref(delivery.lane, delivery.entry, ""), raw, job_id=delivery.fields.get(b"id", b""))
+        log.warning("job_without_id", lane=delivery.lane, entry=delivery.entry)

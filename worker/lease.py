@@ -1,0 +1,113 @@
+"""The keeper's thread: renews the leases of all held jobs, shows that the worker lives, moves delayed jobs when due."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import redis
+import structlog
+
+from producer.protocol.scripts import Scripts
+from worker.exits import Exit
+from worker.held import Held
+from worker.link import Contact, RedisClock, no_group, passing
+from worker.loop import Drop, EngineLoop
+from worker.settings import Settings
+from worker.threads import Fatal
+
+log = structlog.get_logger()
+
+BEAT_SECONDS = 1.0
+"""Between two signs of life, or a third of the lease where that is shorter."""
+
+
+class Keeper:
+    """Has a client of its own, so that a busy connection never costs a lease."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        scripts: Scripts,
+        held: Held,
+        loop: EngineLoop,
+        clock: RedisClock,
+        contact: Contact,
+        stop: threading.Event,
+        describe: Callable[[], Mapping[Any, Any]],
+    ) -> None:
+        """`describe`: the fields of `worker:<name>`."""
+        self._settings = settings
+        self._scripts = scripts
+        self._held = held
+        self._loop = loop
+        self._clock = clock
+        self._contact = contact
+        self._stop = stop
+        self._describe = describe
+        self._renew_at = 0.0
+
+    def run(self) -> None:
+        """Beat until `stop` is set.
+
+        Raises:
+            Fatal: the engine hangs; then nothing is renewed any more.
+        """
+        beat = min(BEAT_SECONDS, self._settings.lease_seconds / 3)
+        while not self._stop.wait(beat):
+            self._check_engine()
+            try:
+                self.beat()
+            except redis.RedisError as error:
+                if not (passing(error) or no_group(error)):
+                    raise
+                self._contact.lost()
+                self._renew_at = 0.0
+                log.warning("redis_refuses", doing="renew", error=str(error), held=len(self._held))
+
+    def _check_engine(self) -> None:
+        since = self._loop.step_since
+        if since is not None and time.monotonic() - since > self._settings.stall_seconds:
+            raise Fatal(Exit.STALLED, f"the engine's step takes longer than {self._settings.stall_seconds:g} s")
+
+    def beat(self) -> None:
+        """Renew if it is time, then show what this worker is doing."""
+        if time.monotonic() >= self._renew_at:
+            self.renew()
+            self.sync_clock()
+            self._contact.ok()
+        self.show()
+        self._scripts.promote()
+
+    def renew(self) -> None:
+        """Renew all leases; who was lost is dropped at once, without a word to Redis."""
+        sent = time.monotonic()
+        jobs = self._held.all()
+        lost = set(self._scripts.renew([job.ref for job in jobs]))
+        for job in jobs:
+            if job.ref not in lost:
+                job.lease_until = sent + self._settings.lease_seconds
+            elif self._held.forget(job.handle) is not None:
+                log.warning("job_lost", id=job.id, lane=job.lane, entry=job.entry, fence=job.fence)
+                self._loop.post(Drop(job.handle))
+        self._renew_at = sent + self._settings.lease_seconds / 3
+
+    def sync_clock(self) -> None:
+        sent = time.monotonic()
+        seconds, micros = self._scripts.client.time()
+        self._clock.sync(int(seconds), int(micros), sent, time.monotonic())
+
+    def show(self) -> None:
+        """Write `worker:<name>`; it disappears a lease after the last sign of life."""
+        key = self._scripts.keys.worker(self._scripts.consumer)
+        pipe = self._scripts.client.pipeline(transaction=True)
+        pipe.hset(key, mapping=self._describe())
+        pipe.pexpire(key, self._settings.lease_ms)
+        pipe.execute()
+
+    def leave(self) -> None:
+        """Take the sign of life away, and the consumer where nothing is pending for it."""
+        self._scripts.client.delete(self._scripts.keys.worker(self._scripts.consumer))
+        self._scripts.remove_consumer(self._scripts.consumer)

@@ -1,0 +1,68 @@
+"""The line to Redis: is it up, since when, what time is it there, and which of its errors will pass."""
+
+from __future__ import annotations
+
+import time
+
+import redis
+from redis.exceptions import ClusterDownError, MasterDownError, OutOfMemoryError, ResponseError, TryAgainError
+
+from producer.protocol.connection import REDIS_DOWN
+
+_PASSING = (*REDIS_DOWN, ClusterDownError, MasterDownError, OutOfMemoryError, TryAgainError)
+_WORDS = ("OOM", "LOADING", "BUSY", "MISCONF", "READONLY", "NOREPLICAS", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN")
+
+
+def passing(error: redis.RedisError) -> bool:
+    """Whether the same command may work later: Redis is away, starting, full, or changing its master."""
+    if isinstance(error, _PASSING):
+        return True
+    # Errors inside a script come as plain response errors that hold the first one's text.
+    return isinstance(error, ResponseError) and any(word in str(error) for word in _WORDS)
+
+
+def no_group(error: redis.RedisError) -> bool:
+    """Whether the streams or their group are gone: Redis was flushed, or came back empty."""
+    return isinstance(error, ResponseError) and any(word in str(error) for word in ("NOGROUP", "UNBLOCKED"))
+
+
+class RedisClock:
+    """Redis' clock seen from here: `time.monotonic()` plus an offset, so that no two hosts' clocks are compared."""
+
+    def __init__(self) -> None:
+        self._offset: float | None = None
+
+    def sync(self, seconds: int, micros: int, sent: float, received: float) -> None:
+        """Take in a reply of TIME, with the `time.monotonic()` moments around it."""
+        self._offset = seconds + micros / 1e6 - (sent + received) / 2
+
+    def deadline(self, entry_ms: int, ttl_ms: int) -> float:
+        """The `time.monotonic()` moment at which a budget counted from an entry ID runs out."""
+        if self._offset is None:
+            raise RuntimeError("the clock was never synchronised")
+        return (entry_ms + ttl_ms) / 1000 - self._offset
+
+    def now_ms(self) -> int:
+        """Redis' time, in ms since the epoch."""
+        if self._offset is None:
+            raise RuntimeError("the clock was never synchronised")
+        return round((time.monotonic() + self._offset) * 1000)
+
+
+class Contact:
+    """Since when Redis has answered without a break; None while it does not."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def ok(self) -> None:
+        if self._since is None:
+            self._since = time.monotonic()
+
+    def lost(self) -> None:
+        self._since = None
+
+    def lasted(self) -> float:
+        """Seconds of uninterrupted contact."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since

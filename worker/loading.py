@@ -1,0 +1,46 @@
+"""The slow part of the start: torch, the model, the pool. Imported on the engine's thread only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from worker.exits import Exit
+from worker.loop import EngineLike
+from worker.settings import Settings
+from worker.threads import Fatal
+from worker.translate import ModelLike, Translator
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An engine that is ready, and who turns entries into requests for it."""
+
+    engine: EngineLike
+    model: ModelLike
+    translator: Translator
+
+
+def load(settings: Settings) -> Loaded:
+    """Load what `settings` name.
+
+    Raises:
+        Fatal: with `Exit.LOAD` and the reason.
+    """
+    try:
+        import torch
+
+        from engine.build import CacheOptions, build_engine
+        from engine.models.chat import ChatError
+        from engine.models.loading import LoadError
+    except ImportError as error:
+        raise Fatal(
+            Exit.LOAD, f"the worker's packages are missing ({error}): pip install 'tokenmill[worker]'"
+        ) from error
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
+    cache = CacheOptions(num_blocks=settings.num_kv_blocks, memory_bytes=settings.kv_cache_memory)
+    try:
+        engine, model = build_engine(settings.model_options(), settings.engine_config(), cache)
+    except (LoadError, ValueError, MemoryError, RuntimeError) as error:
+        raise Fatal(Exit.LOAD, f"cannot load {settings.model}: {error}") from error
+    return Loaded(engine, model, Translator(settings, engine, model, ChatError))

@@ -1,0 +1,276 @@
+"""The publisher's thread: what the engine says goes to Redis, all token events of a step in one command.
+
+Writes may be repeated at will: events carry explicit IDs, FINALISE is once-only. So an error of the connection is
+answered by trying again; a refusal by Redis tells whether the job was lost or only its stream.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import orjson
+import redis
+import structlog
+
+from engine.outputs import Delta, Finished, StepOutput
+from producer.protocol.errors import ErrorCode, JobError
+from producer.protocol.result import Result, Status
+from producer.protocol.scripts import (
+    DeadLetter,
+    Ending,
+    Refused,
+    Scripts,
+    Started,
+    StartStatus,
+    TokenBatch,
+    TokenWrite,
+    Why,
+)
+from worker.held import Chunk, Held, Job
+from worker.link import passing
+from worker.loop import Cancel, Drop, EngineLoop, Output
+from worker.results import Answer, Results, fault, gave_up
+
+log = structlog.get_logger()
+
+RETRY_SECONDS = 0.5
+"""Between two tries while Redis takes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastWord:
+    """A result to be written, with the dead letter that goes with it."""
+
+    result: Result
+    dead: DeadLetter | None = None
+
+
+class Publisher:
+    """Consumes the engine loop's outbox. A job leaves the registry here, once its result is in Redis."""
+
+    def __init__(
+        self,
+        scripts: Scripts,
+        results: Results,
+        held: Held,
+        loop: EngineLoop,
+        stop: threading.Event,
+        retry: Callable[[Job, JobError], None],
+    ) -> None:
+        """`retry`: hands a job back whose failure may pass."""
+        self._scripts = scripts
+        self._results = results
+        self._held = held
+        self._loop = loop
+        self._stop = stop
+        self._retry = retry
+        self._pending: dict[str, Job] = {}
+        """Jobs with chunks or a last word that Redis has not confirmed."""
+        self._last_words: dict[str, LastWord] = {}
+
+    def run(self) -> None:
+        """Write until `stop` is set, then once more; what Redis does not take is kept and tried again."""
+        while not self._stop.is_set():
+            self.collect(block=not self._pending)
+            if not self._try_flush():
+                self._stop.wait(RETRY_SECONDS)
+        self.collect(block=False)
+        self._try_flush()
+
+    def _try_flush(self) -> bool:
+        try:
+            return self.flush()
+        except redis.RedisError as error:
+            if not passing(error):
+                raise
+            log.warning("redis_refuses", doing="publish", error=str(error), pending=len(self._pending))
+            return False
+
+    # ── what comes in ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def collect(self, block: bool) -> None:
+        """Take in all outputs there are; several deltas of one choice become one chunk."""
+        try:
+            at, output = self._loop.outbox.get(block=block, timeout=0.2)
+            while True:
+                self._take(at, output)
+                at, output = self._loop.outbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _take(self, at: float, output: Output) -> None:
+        if isinstance(output, StepOutput):
+            for delta in output.deltas:
+                self._take_delta(at, delta)
+            for finished in output.finished:
+                self._take_finished(finished)
+        elif (job := self._held.get(output.handle)) is not None:
+            self._end(job, self._results.of_answer(job, output), output.error)
+
+    def _take_delta(self, at: float, delta: Delta) -> None:
+        job = self._held.get(delta.request_id)
+        if job is None or not job.started:
+            return
+        if job.first_token_at is None:
+            job.first_token_at = at
+        if job.who.stream:
+            job.add_text(delta.index, delta.text, delta.token_ids)
+            self._pending[job.handle] = job
+
+    def _take_finished(self, finished: Finished) -> None:
+        job = self._held.get(finished.request_id)
+        if job is None:
+            return
+        error = fault(finished)
+        if error is not None and error.retryable:
+            if job.attempt < job.max_attempts:
+                self._retry(job, error)
+                return
+            error = gave_up(job, error)
+        self._end(job, self._results.of_finished(job, finished, error), error)
+
+    def _end(self, job: Job, result: Result, error: JobError | None) -> None:
+        dead = None
+        if error is not None and error.code is ErrorCode.GAVE_UP:
+            dead = DeadLetter(error.code, error.message, job.attempt, job.body)
+        self._last_words[job.handle] = LastWord(result, dead)
+        self._pending[job.handle] = job
+
+    # ── what goes out ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def flush(self) -> bool:
+        """Write all that is pending, except of jobs whose lease has run out here: those wait for its renewal.
+
+        Returns whether Redis took everything else.
+
+        Raises:
+            redis.RedisError: nothing is lost, call again.
+        """
+        for job in [job for job in self._pending.values() if not self._held.owns(job)]:
+            self._settle(job)
+        now = time.monotonic()
+        ours = [job for job in self._pending.values() if job.lease_until > now]
+        self._publish([job for job in ours if job.handle not in self._last_words])
+        for job in ours:
+            if job.handle in self._last_words:
+                self._finalise(job, self._last_words[job.handle])
+        return not self._pending
+
+    def _settle(self, job: Job) -> None:
+        """Nothing of this job is left to write."""
+        self._pending.pop(job.handle, None)
+        self._last_words.pop(job.handle, None)
+
+    def _publish(self, jobs: list[Job]) -> None:
+        batch = TokenBatch(self._scripts.keys)
+        for job in jobs:
+            for chunk in job.number_chunks():
+                batch.add(job.id, job.fence, *_event(job, chunk))
+        refused: dict[str, Refused] = {}
+        for one in self._scripts.publish(batch):
+            if one.why is not Why.REPEAT:
+                refused.setdefault(one.job_id, one)
+        for job in jobs:
+            self._after_publish(job, refused.get(job.id))
+
+    def _after_publish(self, job: Job, refused: Refused | None) -> None:
+        if refused is None:
+            job.confirm()
+            self._settle(job)
+        elif refused.why is Why.LOST:
+            self._lose(job)
+        elif refused.why is Why.GONE:
+            self._start_again(job)
+        else:
+            log.warning("redis_refuses", doing="publish", id=job.id, error=refused.last_id)
+            job.confirm(below=refused.n)
+
+    def _finalise(self, job: Job, last: LastWord) -> None:
+        if job.started:
+            events = [TokenWrite(*_event(job, chunk)) for chunk in job.number_chunks()]
+            ending = self._scripts.finalise(
+                job.ref,
+                job.who,
+                last.result,
+                fence=job.fence,
+                published=job.confirmed if job.who.stream else 0,
+                events=events,
+                callback=job.callback,
+                dead=last.dead,
+            )
+        else:
+            ending = self._scripts.answer(
+                job.ref,
+                job.who,
+                last.result,
+                prompt_tokens=job.prompt_tokens or 0,
+                callback=job.callback,
+                dead=last.dead,
+            )
+        if ending is Ending.GONE:
+            self._start_again(job)
+        elif ending is Ending.LOST:
+            self._lose(job)
+        else:
+            self._held.forget(job.handle)
+            self._settle(job)
+            _log_end(last.result, ending)
+
+    def _start_again(self, job: Job) -> None:
+        """The stream lacks what we wrote: take a new fence, and write the whole text again."""
+        started = self._scripts.start(job.ref, job.who, prompt_tokens=job.prompt_tokens or 0)
+        log.warning("stream_lost", id=job.id, start=started.status.value, fence=started.fence)
+        if started.status is StartStatus.OK:
+            job.begin_again(started.fence, started.attempt)
+            return
+        if started.status is StartStatus.CANCELLED:
+            self._cancelled_again(job, started)
+        else:
+            self._lose(job)
+
+    def _cancelled_again(self, job: Job, started: Started) -> None:
+        """Cancelled while its text was lost: it ends without choices, as one that never started."""
+        job.cancel_reason = started.reason
+        job.fence = 0
+        job.chunks.clear()
+        if job.handle in self._last_words:
+            self._end(job, self._results.of_answer(job, Answer(job.handle, Status.CANCELLED)), None)
+        else:
+            self._settle(job)
+            self._loop.post(Cancel(job.handle))
+
+    def _lose(self, job: Job) -> None:
+        """Another worker has it: say nothing more of it and free its blocks."""
+        log.warning("job_lost", id=job.id, lane=job.lane, entry=job.entry, fence=job.fence)
+        self._held.forget(job.handle)
+        self._settle(job)
+        self._loop.post(Drop(job.handle))
+
+
+def _event(job: Job, chunk: Chunk) -> tuple[int, int, str, int, bytes]:
+    """n, choice, text, number of tokens, their ids as JSON."""
+    ids = orjson.dumps(chunk.token_ids) if job.token_ids else b""
+    return chunk.n or 0, chunk.index, chunk.text, len(chunk.token_ids), ids
+
+
+def _log_end(result: Result, ending: Ending) -> None:
+    if ending is Ending.DUP:
+        log.info("job_ended_before", id=result.id)
+        return
+    log.info(
+        "job_ended",
+        id=result.id,
+        status=result.status.value,
+        code=result.error.code if result.error else None,
+        attempt=result.attempt,
+        prompt_tokens=result.usage.prompt_tokens,
+        completion_tokens=result.usage.completion_tokens,
+        cached_tokens=result.usage.cached_tokens,
+        queued_ms=result.timings.queued_ms,
+        first_token_ms=result.timings.first_token_ms,
+        total_ms=result.timings.total_ms,
+    )

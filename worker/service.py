@@ -1,0 +1,361 @@
+"""One worker process: its threads, its signals, its orderly end.
+
+main        sleeps on a mailbox; starts and ends the others
+engine      loads the model, then steps (loop.py); the only one that touches torch
+intake      reads entries, turns them into requests (intake.py, sweeper.py)
+publisher   writes events and results (publisher.py)
+canceller   looks at cancel keys (cancellation.py)
+keeper      renews leases (lease.py)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import redis
+import structlog
+from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError
+
+from producer.protocol.connection import blocking_client, command_client, redact
+from producer.protocol.errors import JobError
+from producer.protocol.keys import Keys
+from producer.protocol.scripts import Scripts
+from worker import logs
+from worker.cancellation import Canceller
+from worker.exits import Exit
+from worker.gate import Gate
+from worker.held import Held, Job, Phase
+from worker.intake import Intake
+from worker.lease import Keeper
+from worker.link import Contact, RedisClock, passing
+from worker.loading import Loaded, load
+from worker.loop import Drop, EngineLoop
+from worker.publisher import Publisher
+from worker.results import Results
+from worker.settings import Settings
+from worker.sweeper import Sweeper
+from worker.threads import Fatal, Mailbox, Ready, Signal, Stop, spawn
+
+log = structlog.get_logger()
+
+RETRY_BACKOFF_SECONDS = 1.0
+"""Before a job that failed in the engine is started again, times its attempts."""
+
+
+class Worker:
+    """Everything that lives as long as the process; `run` once."""
+
+    def __init__(self, settings: Settings, loader: Callable[[Settings], Loaded] = load) -> None:
+        self.settings = settings
+        self.keys = Keys(settings.queue, settings.prefix)
+        self.name = f"{settings.worker_name}:{os.getpid()}:{secrets.token_hex(4)}"
+        self.mailbox = Mailbox()
+        self.held = Held()
+        self._loader = loader
+        self._clock = RedisClock()
+        self._contact = Contact()
+        self._stop_intake = threading.Event()
+        self._stop_engine = threading.Event()
+        self._stop_publisher = threading.Event()
+        self._stop_rest = threading.Event()
+        self._threads: dict[str, threading.Thread] = {}
+        self._clients: list[redis.Redis] = []
+        self._loaded: Loaded | None = None
+        self._loop: EngineLoop | None = None
+        self._gate: Gate | None = None
+        self._keeper: Keeper | None = None
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def run(self) -> Exit:
+        """Load, serve, drain. Returns the exit status; never raises for what a thread did."""
+        log.info("worker_starting", worker=self.name, redis=redact(self.settings.redis), queue=self.settings.queue)
+        if self.settings.swap_space:
+            log.warning("swap_space_unused", reason="this version recomputes preempted sequences")
+        try:
+            self._spawn("engine", self._engine)
+            ending = self._live()
+        except Fatal as error:
+            log.error(str(error))
+            ending = Stop(error.status)
+        self._end(drain=ending.status is Exit.OK)
+        log.info("worker_ended", worker=self.name, status=ending.status.value)
+        return ending.status
+
+    def _live(self) -> Stop:
+        """From the start to the reason of the end."""
+        stop = self._wait_ready()
+        if stop is None and self._loaded is not None and self._loop is not None:
+            return self._connect(self._loop) or self._serve(self._loaded, self._loop)
+        return stop or Stop(Exit.ERROR)
+
+    @property
+    def hung(self) -> bool:
+        """Whether the engine's thread did not end; then only the end of the process ends it."""
+        return any(thread.is_alive() for thread in self._threads.values())
+
+    def _spawn(self, name: str, target: Callable[[], None]) -> None:
+        self._threads[name] = spawn(name, target, self.mailbox)
+
+    def _engine(self) -> None:
+        self._loaded = self._loader(self.settings)
+        self._loop = EngineLoop(self._loaded.engine, self._stop_engine)
+        self.mailbox.put(Ready())
+        self._loop.run()
+
+    def _wait_ready(self) -> Stop | None:
+        note = self.mailbox.get()
+        while not isinstance(note, Ready):
+            if isinstance(note, Stop):
+                return note
+            if isinstance(note, Signal):
+                return Stop(Exit.OK)
+            note = self.mailbox.get()
+        return None
+
+    def _connect(self, loop: EngineLoop) -> Stop | None:
+        """Wait for Redis, see that the queue fits, and show up there.
+
+        Raises:
+            Fatal: it does not.
+        """
+        scripts = self._scripts(command_client(self.settings.redis, retries=0))
+        keeper = self._make_keeper(loop)
+        pause = 0.1
+        while True:
+            try:
+                scripts.ensure_groups()
+                self._check_lease(scripts)
+                keeper.sync_clock()
+                keeper.show()
+                self._contact.ok()
+                self._spawn("keeper", keeper.run)
+                return None
+            except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
+                raise Fatal(Exit.REFUSED, f"Redis refuses our credentials: {error}") from error
+            except redis.RedisError as error:
+                if not passing(error):
+                    raise Fatal(Exit.REFUSED, f"the queue cannot be used: {error}") from error
+                log.warning("redis_unreachable", redis=redact(self.settings.redis), error=str(error))
+            note = self.mailbox.get(timeout=pause)
+            if isinstance(note, Stop):
+                return note
+            if isinstance(note, Signal):
+                return Stop(Exit.OK)
+            pause = min(2 * pause, 5.0)
+
+    def _check_lease(self, scripts: Scripts) -> None:
+        """All workers of a queue agree on the lease: a shorter one would take entries that are not abandoned."""
+        ours = self.settings.lease_ms
+        scripts.client.hsetnx(self.keys.meta, "lease_ms", str(ours))
+        theirs = scripts.client.hget(self.keys.meta, "lease_ms")
+        if theirs is not None and int(theirs) != ours:
+            raise Fatal(
+                Exit.REFUSED,
+                f"this queue's lease_ms is {int(theirs)}, ours {ours}: change --lease-seconds or the queue",
+            )
+
+    def _serve(self, loaded: Loaded, loop: EngineLoop) -> Stop:
+        """Start the other I/O threads and sleep until something asks for the end."""
+        self._gate = Gate(self._scripts(command_client(self.settings.redis, retries=1)), self.held, loop)
+        loaded.engine.gate = self._gate
+        sweeper = self._spawn_intake(loaded, loop)
+        self._spawn_publisher(loaded, loop, sweeper)
+        canceller = Canceller(
+            self._client(), self.keys, self.held, loop, self._stop_rest, self.settings.cancel_poll_ms / 1000
+        )
+        self._spawn("canceller", canceller.run)
+        log.info("worker_ready", worker=self.name, model=loaded.translator.served[0])
+        while True:
+            note = self.mailbox.get()
+            if isinstance(note, Stop):
+                return note
+            if isinstance(note, Signal):
+                log.info("signal_received", signal=signal.Signals(note.number).name, held=len(self.held))
+                return Stop(Exit.OK)
+
+    # ── parts ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _client(self) -> redis.Redis:
+        return self._own(command_client(self.settings.redis))
+
+    def _own(self, client: redis.Redis) -> redis.Redis:
+        self._clients.append(client)
+        return client
+
+    def _scripts(self, client: redis.Redis) -> Scripts:
+        settings = self.settings
+        return Scripts(
+            self._own(client), self.keys, self.name, settings.result_ttl_seconds, settings.stream_ttl_seconds
+        )
+
+    def _make_keeper(self, loop: EngineLoop) -> Keeper:
+        self._keeper = Keeper(
+            self.settings,
+            self._scripts(self._client()),
+            self.held,
+            loop,
+            self._clock,
+            self._contact,
+            self._stop_rest,
+            self._describe,
+        )
+        return self._keeper
+
+    def _spawn_intake(self, loaded: Loaded, loop: EngineLoop) -> Sweeper:
+        settings = self.settings
+        scripts = self._scripts(self._client())
+        sweeper = Sweeper(scripts, self.held, self._contact, settings.lease_seconds, settings.sweep_every)
+        intake = Intake(
+            settings,
+            scripts,
+            self._own(blocking_client(settings.redis, settings.block_ms)),
+            self.held,
+            loop,
+            loaded.translator,
+            sweeper,
+            self._clock,
+            self._contact,
+            self.mailbox,
+            self._stop_intake,
+        )
+        self._spawn("intake", intake.run)
+        return sweeper
+
+    def _spawn_publisher(self, loaded: Loaded, loop: EngineLoop, sweeper: Sweeper) -> None:
+        scripts = self._scripts(self._client())
+
+        def retry(job: Job, error: JobError) -> None:
+            """Hand a job back that may succeed elsewhere or later; it is found again by a sweep, ours or another's."""
+            delay = min(RETRY_BACKOFF_SECONDS * job.attempt, self.settings.lease_seconds / 2)
+            log.warning("job_retried", id=job.id, attempt=job.attempt, code=error.code.value, error=error.message)
+            if self.held.forget(job.handle) is not None:
+                self._yield(scripts, job, idle_ms=self.settings.lease_ms - round(delay * 1000))
+                sweeper.soon(delay)
+
+        results = Results(loaded.translator.served[0], self.name, self._clock)
+        publisher = Publisher(scripts, results, self.held, loop, self._stop_publisher, retry)
+        self._spawn("publisher", publisher.run)
+
+    def _describe(self) -> dict[str, str | int]:
+        """What `worker:<name>` tells."""
+        loaded, loop = self._loaded, self._loop
+        if loaded is None or loop is None:
+            return {"status": "starting"}
+        stats = loop.stats
+        waiting = self.held.waiting
+        return {
+            "status": "draining" if self._stop_intake.is_set() else "ready",
+            "model": ",".join(loaded.translator.served),
+            "queue": self.settings.queue,
+            "version": _version(),
+            "waiting": waiting,
+            "running": len(self.held) - waiting,
+            "slots": self.settings.max_num_seqs,
+            "waiting_slots": self.settings.max_waiting,
+            "total_blocks": stats.total_blocks,
+            "free_blocks": stats.free_blocks,
+            "cached_blocks": stats.cached_blocks,
+            "batch_invariant": int(bool(getattr(loaded.model, "batch_invariant", False))),
+            "lease_ms": self.settings.lease_ms,
+        }
+
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _end(self, drain: bool) -> None:
+        """Stop reading, hand back what waits, let what runs finish if `drain`, hand back the rest, end the threads."""
+        self._stop_intake.set()
+        if self._gate is not None:
+            self._gate.closed = True
+            self._hand_back(lambda job: job.phase is Phase.WAITING)
+            if drain:
+                self._drain()
+            self._hand_back(lambda job: True)
+        self._stop_engine.set()
+        if self._loop is not None:
+            self._loop.wake()
+        self._join("engine", 5.0)
+        self._stop_publisher.set()
+        self._join("publisher", 5.0)
+        self._stop_rest.set()
+        for name in self._threads:
+            self._join(name, 2.0)
+        self._hand_back(lambda job: True)
+        if self._keeper is not None:
+            with contextlib.suppress(redis.RedisError):  # the key has a TTL, the consumer holds nothing
+                self._keeper.leave()
+        for client in self._clients:
+            client.close()
+
+    def _drain(self) -> None:
+        """Until nothing is held, time is up, a second signal comes, or a thread dies."""
+        deadline = time.monotonic() + self.settings.drain_seconds
+        while len(self.held) and time.monotonic() < deadline:
+            note = self.mailbox.get(timeout=0.02)
+            if isinstance(note, Signal):
+                log.info("drain_cut_short", held=len(self.held))
+                return
+            if isinstance(note, Stop) and note.status is not Exit.OK:
+                return
+            self._hand_back(lambda job: job.phase is Phase.WAITING)  # what the last read brought
+
+    def _hand_back(self, wanted: Callable[[Job], bool]) -> None:
+        """Give entries back to the queue, so that another worker takes them at its next sweep."""
+        jobs = self.held.take(wanted)
+        if not jobs:
+            return
+        for job in jobs:
+            if self._loop is not None:
+                self._loop.post(Drop(job.handle))
+        scripts = self._scripts(command_client(self.settings.redis, retries=1))
+        handed = sum(self._yield(scripts, job, idle_ms=self.settings.lease_ms) for job in jobs)
+        log.info("jobs_handed_back", count=handed, of=len(jobs))
+
+    def _yield(self, scripts: Scripts, job: Job, idle_ms: int) -> bool:
+        try:
+            return scripts.yield_(job.ref, idle_ms=idle_ms)
+        except redis.RedisError as error:
+            log.warning("not_handed_back", id=job.id, error=str(error), then="its lease runs out")
+            return False
+
+    def _join(self, name: str, seconds: float) -> None:
+        thread = self._threads.get(name)
+        if thread is not None:
+            thread.join(seconds)
+            if thread.is_alive():
+                log.warning("thread_still_runs", thread=name)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("tokenmill")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def main(settings: Settings) -> int:
+    """Run a worker as this process; signals are caught before anything slow begins. Returns the exit status."""
+    logs.configure(settings.log_format, settings.log_level)
+    worker = Worker(settings)
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        worker.mailbox.put(Signal(number))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    status = worker.run()
+    if worker.hung:
+        # A thread inside torch or an import cannot be ended, and the interpreter would wait for it or crash on it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status

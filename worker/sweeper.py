@@ -1,0 +1,69 @@
+"""Finds entries whose worker shows no sign of life, and our own that a lost reply hid from us."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import structlog
+
+from producer.protocol.keys import GROUP, LANES
+from producer.protocol.scripts import Delivery, Scripts
+from worker.held import Held
+from worker.link import Contact
+
+log = structlog.get_logger()
+
+
+class Sweeper:
+    """Called by the intake, before it reads new entries."""
+
+    def __init__(self, scripts: Scripts, held: Held, contact: Contact, lease_seconds: float, every: float) -> None:
+        self._scripts = scripts
+        self._held = held
+        self._contact = contact
+        self._lease_seconds = lease_seconds
+        self._every = every
+        self._due = 0.0
+
+    def soon(self, seconds: float) -> None:
+        """Sweep after `seconds` at the latest."""
+        self._due = min(self._due, time.monotonic() + seconds)
+
+    def sweep(self, room: int) -> list[Delivery]:
+        """Take over at most `room` entries that were idle for a lease; none while it is not yet time.
+
+        Not before one lease of uninterrupted contact: after an outage of Redis every entry looks abandoned, until the
+        workers that hold them have had the time to renew.
+        """
+        if time.monotonic() < self._due or self._contact.lasted() < self._lease_seconds:
+            return []
+        found: list[Delivery] = []
+        for lane in LANES:
+            found += self._claim(lane, room - len(found))
+        if len(found) < room:
+            self._due = time.monotonic() + self._every
+        if found:
+            log.info("jobs_taken_over", count=len(found))
+        return found
+
+    def _claim(self, lane: str, room: int) -> list[Delivery]:
+        """Page through the group's pending entries until the cursor is back at its start."""
+        found: list[Delivery] = []
+        cursor: Any = "0-0"
+        while len(found) < room:
+            cursor, entries, *_ = self._scripts.client.xautoclaim(
+                self._scripts.keys.lane(lane),
+                GROUP,
+                self._scripts.consumer,
+                min_idle_time=round(self._lease_seconds * 1000),
+                start_id=cursor,
+                count=room - len(found),
+            )
+            for entry, fields in entries:
+                delivery = Delivery(lane, entry.decode(), dict(fields or {}))
+                if not self._held.holds(lane, delivery.entry):
+                    found.append(delivery)
+            if cursor in (b"0-0", "0-0"):
+                break
+        return found
