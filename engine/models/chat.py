@@ -17,7 +17,17 @@ class ChatError(Exception):
 
 
 _RESERVED = frozenset(
-    {"conversation", "tools", "tokenize", "add_generation_prompt", "return_dict", "return_tensors", "padding"}
+    {
+        "conversation",
+        "tools",
+        "documents",
+        "sanitize_control_tokens",
+        "tokenize",
+        "add_generation_prompt",
+        "return_dict",
+        "return_tensors",
+        "padding",
+    }
     | {
         "truncation",
         "max_length",

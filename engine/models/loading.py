@@ -150,11 +150,18 @@ def _load_transformers(source: _Source, options: ModelOptions, dtype: torch.dtyp
     transformers_backend.register()
     extra: dict[str, Any] = {}
     if source.gguf:
-        extra = {"gguf_file": source.gguf.path.name}
+        from transformers import GgufConfig
+
+        extra = {"gguf_file": source.gguf.path.name, "quantization_config": GgufConfig(dequantize=True)}
     auto: Any = AutoModelForCausalLM
     try:
         model, info = auto.from_pretrained(
-            str(source.directory), dtype=dtype, trust_remote_code=False, output_loading_info=True, **extra
+            str(source.directory),
+            dtype=dtype,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told by name below instead
+            **extra,
         )
     except (ValueError, OSError, ImportError, RuntimeError, KeyError, TypeError) as error:
         raise LoadError(f"transformers can't load {source.name}: {error}") from error
