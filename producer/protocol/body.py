@@ -322,13 +322,13 @@ def encode_body(params: Mapping[str, Any], max_bytes: int = MAX_BODY_BYTES) -> b
     """
     present = {key: value for key, value in params.items() if value is not None}
     try:
-        for key, value in present.items():
-            # orjson writes NaN and infinity as null, which would read as "absent".
-            if _holds_infinite(value):
-                raise JobError(ErrorCode.INVALID_REQUEST, f"{key}: must be finite")
         raw = orjson.dumps(present, option=orjson.OPT_NON_STR_KEYS)
     except (TypeError, RecursionError) as error:
         raise JobError(ErrorCode.INVALID_REQUEST, f"body: {error}") from None
+    for key, value in present.items():
+        # orjson wrote NaN and infinity as null, which would read as "absent".
+        if _holds_infinite(value):
+            raise JobError(ErrorCode.INVALID_REQUEST, f"{key}: must be finite")
     parse_body(raw, max_bytes)
     return raw
 

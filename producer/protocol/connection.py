@@ -75,6 +75,6 @@ def redact(url: str) -> str:
     """`url` without its password and query."""
     parts = urlsplit(url)
     if parts.password is None:
-        return urlunsplit(parts._replace(query=""))
+        return url.partition("?")[0]
     host = parts.netloc.rpartition("@")[2]
     return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}", query=""))

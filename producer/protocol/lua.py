@@ -42,7 +42,7 @@ class _Shared:
 
     shebang: bool = True
 
-    def command(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> tuple[Any, ...]:
+    def command(self, name: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> tuple[Any, ...]:
         return ("EVALSHA", _sha(name, self.shebang), len(keys), *keys, *args)
 
     def refused_shebang(self, error: ResponseError) -> bool:
@@ -60,7 +60,7 @@ class Runner(_Shared):
         self.client = client
         self._execute: Callable[..., Any] = client.execute_command
 
-    def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+    def run(self, name: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
         """The script's reply.
 
         Raises:
@@ -91,7 +91,7 @@ class AsyncRunner(_Shared):
         self.client = client
         self._execute: Callable[..., Any] = client.execute_command
 
-    async def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+    async def run(self, name: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
         """As `Runner.run`."""
         while True:
             try:

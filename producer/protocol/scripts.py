@@ -281,14 +281,11 @@ class Scripts:
         due: Any = self.client.zrangebyscore(self.keys.delayed, "-inf", now, start=0, num=limit)
         keys, moved = self.keys, 0
         for raw in due:
-            job_id = raw.decode("utf-8", "surrogateescape")
-            names = [keys.delayed, keys.delayed_job(job_id), keys.job(job_id), keys.result(job_id)]
-            names = [*names, *keys.lanes, keys.dead]
-            args = [keys.root, raw, DEAD_MAXLEN]
-            if is_name(job_id):
-                moved += self._runner.run("due", names, args) == b"MOVED"
-            else:
-                self.client.zrem(keys.delayed, raw)
+            usable = is_name(raw.decode("utf-8", "replace"))
+            own = [prefix.encode() + raw for prefix in (keys.delayed_job(""), keys.job(""), keys.result(""))]
+            names = [keys.delayed, *own, *keys.lanes, keys.dead]
+            args = [keys.root, raw, DEAD_MAXLEN, "" if usable else ErrorCode.NO_ID.value]
+            moved += self._runner.run("due", names, args) == b"MOVED"
         return moved
 
     def last_ids(self, job_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
