@@ -48,15 +48,16 @@ class Tokenizer:
 
     Args:
         hf: a transformers tokenizer over the `tokenizers` library.
+        vocab_size: rows of the model's embedding, where they may be fewer than the tokenizer's ids.
     """
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: Any, vocab_size: int | None = None) -> None:
         self._hf = hf
         self._backend = hf.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.size: int = len(hf)
-        """Ids from here on are never sampled."""
+        self.size: int = len(hf) if vocab_size is None else min(len(hf), vocab_size)
+        """Ids from here on are never sampled, and mean nothing to the model."""
         self._bos: int | None = hf.bos_token_id
 
     @property

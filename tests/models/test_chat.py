@@ -97,3 +97,4 @@ def test_size_counts_added_tokens() -> None:
     before = len(made)
     made.add_tokens(["<new>"])
     assert Tokenizer(made).size == before + 1
+    assert Tokenizer(made, vocab_size=before).size == before

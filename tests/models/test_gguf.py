@@ -17,6 +17,7 @@ from engine.config import ModelOptions
 from engine.models.config import Unsupported
 from engine.models.gguf import _BLOCK, _TOP, GgufFile
 from engine.models.loading import LoadedModel, LoadError, load_model
+from engine.models.rope import inverse_frequencies
 from tests.models.driver import Driver
 from tests.models.reference import Reference
 from tests.models.tiny import BOS, END, EOS, SPECIALS, TEMPLATE, build, tokenizer
@@ -40,7 +41,14 @@ def ggml_name(name: str) -> str:
     return f"{NAMES[stem]}.{kind}"
 
 
-def convert(source: Path, target: Path, architecture: str, quantise: bool = False, **metadata: Any) -> Path:
+def convert(
+    source: Path,
+    target: Path,
+    architecture: str,
+    quantise: bool = False,
+    factors: np.ndarray | None = None,
+    **metadata: Any,
+) -> Path:
     """Write `source` as GGUF."""
     config = AutoConfig.from_pretrained(source)
     writer = gguf.GGUFWriter(target, architecture)
@@ -58,6 +66,8 @@ def convert(source: Path, target: Path, architecture: str, quantise: bool = Fals
     for key, value in metadata.items():
         writer.add_key_value(f"{architecture}.{key.replace('__', '.')}", value, gguf.GGUFValueType.get_type(value))
     add_tokenizer(writer)
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors)
     for name, tensor in load_file(source / "model.safetensors").items():
         values = tensor.numpy()
         if architecture == "llama" and ".q_proj." in name:
@@ -151,6 +161,18 @@ def test_rope_scaling_is_read(tmp_path: Path) -> None:
     source = build(tmp_path / "hf", rope_parameters=rope)
     target = tmp_path / "model.gguf"
     loaded = load(convert(source, target, "llama", rope__scaling__type="linear", rope__scaling__factor=4.0))
+    assert torch.allclose(logits(loaded), Reference(source).logits(PROMPT), atol=1e-3)
+
+
+def test_rope_factors_are_read(tmp_path: Path) -> None:
+    """A converter writes llama3 scaling as a tensor that the frequencies are divided by."""
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    source = build(tmp_path / "hf", rope_parameters={**rope, "original_max_position_embeddings": 32})
+    config = AutoConfig.from_pretrained(source)
+    scaled, _ = inverse_frequencies(config, 256)
+    plain, _ = inverse_frequencies(AutoConfig.from_pretrained(build(tmp_path / "plain")), 256)
+    assert not torch.equal(scaled, plain)
+    loaded = load(convert(source, tmp_path / "model.gguf", "llama", factors=(plain / scaled).numpy()))
     assert torch.allclose(logits(loaded), Reference(source).logits(PROMPT), atol=1e-3)
 
 

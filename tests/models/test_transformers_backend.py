@@ -19,7 +19,7 @@ from engine.models.loading import LoadError, load_model
 from kernels.attention import AttentionBatch, get_backend
 from kernels.attention.base import CacheSpec
 from tests.models.driver import Driver
-from tests.models.tiny import STOCK, build, build_case
+from tests.models.tiny import STOCK, Case, build, build_case
 
 
 def options(path: Path, **more: object) -> ModelOptions:
@@ -135,6 +135,26 @@ def test_length_dependent_rope_is_fixed_at_load(tmp_path: Path) -> None:
     short, long = driver.add([5, 6, 7, 8]), driver.add(list(range(10, 60)))
     together = driver.step([(short, 4), (long, 50)], every_row=True)[0]
     assert torch.allclose(alone, together, atol=1e-4)
+
+
+def test_dynamic_rope_is_that_of_the_fused_decoder(tmp_path: Path) -> None:
+    """Fixed from `max_model_len`, beyond the length that the model was trained for, on both paths."""
+    build(tmp_path, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})
+    both = [load_model(options(tmp_path, max_model_len=700, backend=backend)) for backend in ("fused", "transformers")]
+    got = [Driver(loaded) for loaded in both]
+    fused, stock = (driver.prefill(driver.add(list(range(40)))) for driver in got)
+    assert torch.allclose(fused, stock, atol=1e-3)
+    plain = Driver(load_model(options(tmp_path)))
+    assert not torch.allclose(fused, plain.prefill(plain.add(list(range(40)))), atol=1e-2)
+
+
+@pytest.mark.parametrize("case", STOCK, ids=lambda case: case.name)
+def test_stock_models_load_in_bf16(tmp_path: Path, case: Case) -> None:
+    loaded = load_model(
+        ModelOptions(str(build_case(tmp_path, case)), device="cpu", dtype="bfloat16", backend="transformers")
+    )
+    driver = Driver(loaded)
+    assert driver.prefill(driver.add([1, 2, 3])).isfinite().all()
 
 
 def test_a_model_that_would_come_out_different_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
