@@ -75,6 +75,25 @@ class Runner(_Shared):
                 if not self.refused_shebang(error):
                     raise
 
+    def run_all(self, calls: Sequence[tuple[str, Sequence[str | bytes], Sequence[Any]]]) -> list[Any]:
+        """The replies of several calls, made in one round trip.
+
+        Raises:
+            redis.RedisError: of the first call that failed; the others may have been done.
+        """
+        if len(calls) == 1:
+            return [self.run(*calls[0])]
+        pipe = self.client.pipeline(transaction=False)
+        for name, keys, args in calls:
+            pipe.execute_command(*self.command(name, keys, args))
+        replies = pipe.execute(raise_on_error=False)
+        for at, reply in enumerate(replies):
+            if isinstance(reply, NoScriptError):
+                replies[at] = self.run(*calls[at])
+            elif isinstance(reply, Exception):
+                raise reply
+        return replies
+
     def _load(self, name: str) -> None:
         try:
             self.client.script_load(source(name, self.shebang))

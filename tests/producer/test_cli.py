@@ -96,6 +96,24 @@ def test_ctrl_c_cancels_the_job(queue: Queue, worker: MiniWorker) -> None:
     eventually(lambda: queue.redis.hget(queue.keys.job("long"), "state") == b"cancelled")
 
 
+def test_a_reader_that_leaves_cancels_the_job(queue: Queue, worker: MiniWorker) -> None:
+    process = subprocess.Popen(
+        command(queue, "submit", "one HOLD two three", "--id", "left"),
+        env=environment(queue),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(4) == b"one "
+    process.stdout.close()
+    worker.release()
+    assert process.stderr is not None
+    told = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(20) == Exit.INTERRUPTED
+    assert told.strip() == b"job left cancelled"
+
+
 def test_info_shows_lanes_and_workers(queue: Queue) -> None:
     queue.add("a", lane="low")
     queue.redis.hset(queue.keys.worker("host:1:x"), mapping={"model": "tiny"})

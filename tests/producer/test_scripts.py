@@ -591,13 +591,15 @@ class TestLease:
 class TestCancel:
     def test_a_queued_job_ends_at_once(self, queue: Queue) -> None:
         scripts = queue.scripts()
-        scripts.enqueue(JobEntry("a", BODY, group="g", tenant="t", callback="https://x/"))
+        trace = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+        scripts.enqueue(JobEntry("a", BODY, group="g", tenant="t", callback="https://x/", traceparent=trace))
         assert scripts.cancel("a", "bored") is CancelReply.DONE
         first, last = queue.events()
         assert isinstance(first, StartEvent)
         assert isinstance(last, FinalEvent)
         assert last.result is not None
         assert (last.result.status, last.result.choices, last.result.cancel_reason) == (Status.CANCELLED, (), "bored")
+        assert (last.result.attempt, last.result.traceparent) == (0, trace)
         assert queue.depth() == 0
         assert queue.redis.get(queue.keys.quota("t")) == b"0"
         assert queue.hash(queue.keys.group("g")) == {"total": "1", "cancelled": "1"}
