@@ -84,11 +84,12 @@ class Runner(_Shared):
         if len(calls) == 1:
             return [self.run(*calls[0])]
         pipe = self.client.pipeline(transaction=False)
+        send: Callable[..., Any] = pipe.execute_command
         for name, keys, args in calls:
-            pipe.execute_command(*self.command(name, keys, args))
+            send(*self.command(name, keys, args))
         replies = pipe.execute(raise_on_error=False)
         for at, reply in enumerate(replies):
-            if isinstance(reply, NoScriptError):
+            if isinstance(reply, NoScriptError) or (isinstance(reply, ResponseError) and self.refused_shebang(reply)):
                 replies[at] = self.run(*calls[at])
             elif isinstance(reply, Exception):
                 raise reply

@@ -195,6 +195,15 @@ class TestStart:
         assert (again.status, again.fence, again.attempt) == (StartStatus.OK, first.fence, 1)
         assert len(queue.events()) == 1
 
+    def test_many_starts_in_one_round_trip_stand_each_for_itself(self, queue: Queue) -> None:
+        scripts = queue.scripts()
+        queue.redis.script_flush()
+        refs = [queue.deliver(scripts, job_id) for job_id in ("a", "b", "c")]
+        queue.redis.set(queue.keys.cancel("b"), "no", ex=60)
+        take_over(queue, refs[2], "w2")
+        started = scripts.start_all([(ref, Identity(ref.id), {"prompt_tokens": 1}) for ref in refs])
+        assert [s.status for s in started] == [StartStatus.OK, StartStatus.CANCELLED, StartStatus.LOST]
+
     def test_a_takeover_of_a_running_job_is_a_death_and_a_polite_yield_is_none(self, queue: Queue) -> None:
         one, two = queue.scripts("w1"), queue.scripts("w2")
         ref = queue.deliver(one)
@@ -493,6 +502,22 @@ class TestFinalise:
         start(scripts, ref)
         queue.redis.script_flush()
         assert scripts.finalise(ref, WHO, done(), fence=1, published=0) is Ending.OK
+
+    def test_a_crash_of_redis_keeps_owners_fences_and_what_was_published(self, own_redis: RedisServer) -> None:
+        with own_redis.client() as client:
+            queue = Queue(own_redis.url, client, Keys())
+            client.config_set("appendfsync", "always")
+            scripts = queue.scripts()
+            ref = queue.deliver(scripts)
+            start(scripts, ref)
+            scripts.publish(batch(queue, ("a", 1, 1, "x")))
+            client.xtrim(queue.keys.out("a"), maxlen=0)
+            own_redis.kill()
+            own_redis.start()
+            assert scripts.renew([ref]) == []
+            assert [r.why for r in scripts.publish(batch(queue, ("a", 1, 1, "x")))] == [Why.REPEAT]
+            assert start(scripts, ref).fence == 2
+            assert scripts.finalise(ref, WHO, done(), fence=2, published=0) is Ending.OK
 
 
 class TestAnswer:
