@@ -40,14 +40,14 @@ def test_a_blocking_reads_socket_waits_longer_than_the_read() -> None:
 
 def test_while_starts_do_not_get_through_what_runs_goes_on(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = threading.Event()
-    start = Scripts.start
+    start = Scripts.start_all
 
     def shaky(self: Scripts, *args: Any, **kwargs: Any) -> Any:
         if broken.is_set():
             raise redis.ConnectionError("away")
         return start(self, *args, **kwargs)
 
-    monkeypatch.setattr(Scripts, "start", shaky)
+    monkeypatch.setattr(Scripts, "start_all", shaky)
     with inside(queue, FakeEngine(step_seconds=0.005)) as worker:
         runs = queue.add({"prompt": "runs", "max_tokens": 100})
         eventually(lambda: worker.engine.computed)
