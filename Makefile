@@ -10,8 +10,9 @@ ARGS ?=
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP   := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
-# Two threads are enough for models of this size, and many-core machines lose time with more.
-PYTEST := OMP_NUM_THREADS=2 $(BIN)/python -m pytest
+# Two threads are enough for models of this size; passive ones, because tests run next to servers and workers and spinning
+# threads would take their cores.
+PYTEST := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-fast test-all lint format bench clean

@@ -43,6 +43,6 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def silu_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up`, for `gate_up` of shape `[T, 2 * intermediate]`, gate first."""
     gate, up = gate_up.chunk(2, dim=-1)
-    wide = gate.float().contiguous()
-    silu = wide / torch.exp(-wide).add_(1)
-    return silu.to(gate_up.dtype) * up
+    wide = gate.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    wide.div_(torch.neg(wide).exp_().add_(1))
+    return wide.to(gate_up.dtype) * up

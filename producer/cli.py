@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ class Exit(enum.IntEnum):
     UNAVAILABLE = 5
     """Redis cannot be reached, or the queue is full."""
     INTERRUPTED = 130
-    """Ctrl-C; `submit` cancels its job first."""
+    """Ctrl-C, or nobody reads the text any more; `submit` cancels its job first."""
 
 
 _BY_STATUS = {
@@ -146,8 +147,10 @@ def submit(
             return
         try:
             _follow(job, timeout)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, BrokenPipeError) as left:
             job.cancel()
+            if isinstance(left, BrokenPipeError):  # `| head`: nobody reads what is still in the buffer
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             _end(Exit.INTERRUPTED, f"\njob {job.id} cancelled")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import REDIS_SERVER, RedisServer, running_redis
+from worker.embedded import embedded_redis
 
 NO_SKIP = os.environ.get("TOKENMILL_TEST_NO_SKIP", "") not in ("", "0")
 
@@ -29,6 +30,21 @@ def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
         pytest.skip("no redis-server on this machine: install it, these tests prove what fakeredis cannot")
     with running_redis(tmp_path) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def fake_redis_url() -> Iterator[str]:
+    """fakeredis' TCP server in a process of its own."""
+    with embedded_redis() as url:
+        yield url
+
+
+@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.redis_server)])
+def redis_url(request: pytest.FixtureRequest) -> str:
+    """Both kinds of server, shared by the whole run; give each test a queue name of its own."""
+    if request.param == "fake":
+        return str(request.getfixturevalue("fake_redis_url"))
+    return str(request.getfixturevalue("redis_server").url)
 
 
 def _forbid_skip(report: pytest.TestReport | pytest.CollectReport) -> None:

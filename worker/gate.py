@@ -11,8 +11,8 @@ import structlog
 from engine.request import Request
 from producer.protocol.errors import ErrorCode, JobError
 from producer.protocol.result import Status
-from producer.protocol.scripts import Scripts, Started, StartStatus
-from worker.held import Held, Job
+from producer.protocol.scripts import Scripts, Started, StartOptions, StartStatus
+from worker.held import Held, Job, new_nonce
 from worker.link import passing
 from worker.loop import EngineLoop
 from worker.results import Answer, gave_up
@@ -35,15 +35,17 @@ class Gate:
 
     def __call__(self, requests: list[Request]) -> None:
         """START all of them; who may not run is dropped from the engine before anything is computed for it."""
-        reachable = True
+        starting: list[tuple[Job, Request]] = []
         for request in requests:
             job = self._held.begin(request.id)
             if job is None:
                 self._loop.engine.drop(request.id)
             elif self.closed:
                 self._put_back(job)
-            elif not (reachable and self._start(job)):
-                reachable = False
+            else:
+                starting.append((job, request))
+        if starting and not self._start([job for job, _ in starting]):
+            for job, request in starting:
                 self._put_back(job)
                 self._loop.defer(dataclasses.replace(request), RETRY_SECONDS)
 
@@ -51,22 +53,18 @@ class Gate:
         self._held.rest(job)
         self._loop.engine.drop(job.handle)
 
-    def _start(self, job: Job) -> bool:
-        """False: Redis cannot be reached now."""
+    def _start(self, jobs: list[Job]) -> bool:
+        """One round trip for all. False: Redis cannot be reached now."""
         try:
-            started = self._scripts.start(
-                job.ref,
-                job.who,
-                prompt_tokens=job.prompt_tokens or 0,
-                ttl_ms=job.ttl_ms,
-                max_attempts=job.max_attempts,
-            )
+            replies = self._scripts.start_all([(job.ref, job.who, _options(job)) for job in jobs])
         except redis.RedisError as error:
             if not passing(error):
                 raise
-            log.warning("redis_refuses", doing="start", error=str(error))
+            log.warning("redis_refuses", doing="start", error=str(error), jobs=len(jobs))
             return False
-        self._apply(job, started)
+        for job, started in zip(jobs, replies, strict=True):
+            job.nonce = new_nonce()
+            self._apply(job, started)
         return True
 
     def _apply(self, job: Job, started: Started) -> None:
@@ -92,3 +90,12 @@ class Gate:
     def _answer(self, job: Job, answer: Answer) -> None:
         self._loop.engine.drop(job.handle)
         self._loop.give(answer)
+
+
+def _options(job: Job) -> StartOptions:
+    return {
+        "prompt_tokens": job.prompt_tokens or 0,
+        "ttl_ms": job.ttl_ms,
+        "max_attempts": job.max_attempts,
+        "nonce": job.nonce,
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import secrets
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -19,6 +20,10 @@ class Phase(enum.IntEnum):
     """Read, not started: it may be handed back at no cost."""
     STARTED = 1
     """START is under way or done: tokens may be computed for it."""
+
+
+def new_nonce() -> str:
+    return secrets.token_hex(8)
 
 
 @dataclass(slots=True)
@@ -69,6 +74,8 @@ class Job:
 
     # From START on.
     phase: Phase = Phase.WAITING
+    nonce: str = field(default_factory=new_nonce)
+    """Of the next START; the same until its reply has come, so that a repeat is known as one."""
     fence: int = 0
     """Handed out by START; 0 before it."""
     attempt: int = 0

@@ -23,7 +23,8 @@ def passing(error: redis.RedisError) -> bool:
 
 def no_group(error: redis.RedisError) -> bool:
     """Whether the streams or their group are gone: Redis was flushed, or came back empty."""
-    return isinstance(error, ResponseError) and any(word in str(error) for word in ("NOGROUP", "UNBLOCKED"))
+    words = ("NOGROUP", "UNBLOCKED", "requires the key to exist")  # the last one is fakeredis' word for it
+    return isinstance(error, ResponseError) and any(word in str(error) for word in words)
 
 
 class RedisClock:

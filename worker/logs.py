@@ -14,7 +14,10 @@ def configure(shape: Literal["console", "json"], level: str) -> None:
     render: structlog.typing.Processor = (
         structlog.processors.JSONRenderer()
         if shape == "json"
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        # Plain: a traceback with local variables would show prompts and passwords.
+        else structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
     )
     errors = [structlog.processors.format_exc_info] if shape == "json" else []
     structlog.configure(

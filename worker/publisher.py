@@ -30,7 +30,7 @@ from producer.protocol.scripts import (
     TokenWrite,
     Why,
 )
-from worker.held import Chunk, Held, Job
+from worker.held import Chunk, Held, Job, new_nonce
 from worker.link import passing
 from worker.loop import Cancel, Drop, EngineLoop, Output
 from worker.results import Answer, Results, fault, gave_up
@@ -222,7 +222,8 @@ class Publisher:
 
     def _start_again(self, job: Job) -> None:
         """The stream lacks what we wrote: take a new fence, and write the whole text again."""
-        started = self._scripts.start(job.ref, job.who, prompt_tokens=job.prompt_tokens or 0)
+        started = self._scripts.start(job.ref, job.who, prompt_tokens=job.prompt_tokens or 0, nonce=job.nonce)
+        job.nonce = new_nonce()
         log.warning("stream_lost", id=job.id, start=started.status.value, fence=started.fence)
         if started.status is StartStatus.OK:
             job.begin_again(started.fence, started.attempt)

@@ -267,6 +267,7 @@ class Worker:
             "cached_blocks": stats.cached_blocks,
             "batch_invariant": int(bool(getattr(loaded.model, "batch_invariant", False))),
             "lease_ms": self.settings.lease_ms,
+            "updated_ms": self._clock.now_ms(),
         }
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -283,13 +284,12 @@ class Worker:
         self._stop_engine.set()
         if self._loop is not None:
             self._loop.wake()
-        self._join("engine", 5.0)
+        self._join("engine", 5.0 if drain else 0.5)
         self._stop_publisher.set()
-        self._join("publisher", 5.0)
         self._stop_rest.set()
-        for name in self._threads:
-            self._join(name, 2.0)
-        self._hand_back(lambda job: True)
+        for name in ("publisher", "intake", "keeper", "canceller"):
+            self._join(name, 5.0)
+        self._hand_back(lambda job: True)  # what the intake's last read brought
         if self._keeper is not None:
             with contextlib.suppress(redis.RedisError):  # the key has a TTL, the consumer holds nothing
                 self._keeper.leave()
@@ -342,10 +342,10 @@ def _version() -> str:
         return "unknown"
 
 
-def main(settings: Settings) -> int:
+def main(settings: Settings, loader: Callable[[Settings], Loaded] = load) -> int:
     """Run a worker as this process; signals are caught before anything slow begins. Returns the exit status."""
     logs.configure(settings.log_format, settings.log_level)
-    worker = Worker(settings)
+    worker = Worker(settings, loader)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         worker.mailbox.put(Signal(number))

@@ -17,7 +17,17 @@ class ChatError(Exception):
 
 
 _RESERVED = frozenset(
-    {"conversation", "tools", "tokenize", "add_generation_prompt", "return_dict", "return_tensors", "padding"}
+    {
+        "conversation",
+        "tools",
+        "documents",
+        "sanitize_control_tokens",
+        "tokenize",
+        "add_generation_prompt",
+        "return_dict",
+        "return_tensors",
+        "padding",
+    }
     | {
         "truncation",
         "max_length",
@@ -38,15 +48,16 @@ class Tokenizer:
 
     Args:
         hf: a transformers tokenizer over the `tokenizers` library.
+        vocab_size: rows of the model's embedding, where they may be fewer than the tokenizer's ids.
     """
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: Any, vocab_size: int | None = None) -> None:
         self._hf = hf
         self._backend = hf.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.size: int = len(hf)
-        """Ids from here on are never sampled."""
+        self.size: int = len(hf) if vocab_size is None else min(len(hf), vocab_size)
+        """Ids from here on are never sampled, and mean nothing to the model."""
         self._bos: int | None = hf.bos_token_id
 
     @property

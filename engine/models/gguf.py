@@ -5,6 +5,7 @@ Key and tensor names are llama.cpp's (gguf-py `constants.py`, `tensor_mapping.py
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.pre_tokenizers import ByteLevel, Digits
 from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 from torch import Tensor
@@ -20,6 +22,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     SmolLM3Config,
@@ -156,7 +159,7 @@ class GgufFile:
             # llama.cpp splits every digit off before the usual pattern; the conversion leaves that out.
             split = PreTokenizers([Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)])
             tokenizer.backend_tokenizer.pre_tokenizer = split
-        return tokenizer
+        return _without_extras(tokenizer, len(self.field("tokenizer.ggml.tokens")))
 
     def _hyper(self, key: str, default: Any = None) -> Any:
         value = self.field(f"{self.architecture}.{key}", default)
@@ -209,6 +212,22 @@ _UNDERSTOOD = {
     "rope.scaling.type",
     "vocab_size",
 }
+
+
+def _without_extras(tokenizer: Any, size: int) -> Any:
+    """Without tokens that the conversion added (a default `<|endoftext|>`): the model has no row for them."""
+    if len(tokenizer) <= size:
+        return tokenizer
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < size]
+    known = {token: getattr(tokenizer, token) for token in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    vocabulary = tokenizer.get_vocab()
+    make: Any = PreTrainedTokenizerFast
+    return make(
+        tokenizer_object=RustTokenizer.from_str(json.dumps(state)),
+        chat_template=tokenizer.chat_template,
+        **{name: token for name, token in known.items() if token is not None and vocabulary.get(token, size) < size},
+    )
 
 
 def _hf_name(name: str) -> str:

@@ -128,7 +128,7 @@ def _load_fused(
     cos, sin = rotary_table(frequencies, factor, max_model_len)
     table = cos.to(device), sin.to(device)
     linears = [parameters.head, *(x for y in parameters.layers[:1] for x in (y.qkv, y.out, y.gate_up, y.down))]
-    tokenizer = _tokenizer(source)
+    tokenizer = _tokenizer(source, decoder.vocab_size)
     return LoadedModel(
         name=source.name,
         dtype=dtype,
@@ -150,11 +150,18 @@ def _load_transformers(source: _Source, options: ModelOptions, dtype: torch.dtyp
     transformers_backend.register()
     extra: dict[str, Any] = {}
     if source.gguf:
-        extra = {"gguf_file": source.gguf.path.name}
+        from transformers import GgufConfig
+
+        extra = {"gguf_file": source.gguf.path.name, "quantization_config": GgufConfig(dequantize=True)}
     auto: Any = AutoModelForCausalLM
     try:
         model, info = auto.from_pretrained(
-            str(source.directory), dtype=dtype, trust_remote_code=False, output_loading_info=True, **extra
+            str(source.directory),
+            dtype=dtype,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told by name below instead
+            **extra,
         )
     except (ValueError, OSError, ImportError, RuntimeError, KeyError, TypeError) as error:
         raise LoadError(f"transformers can't load {source.name}: {error}") from error
@@ -168,13 +175,14 @@ def _load_transformers(source: _Source, options: ModelOptions, dtype: torch.dtyp
         transformers_backend.freeze_rope(model, max_model_len)
     except (Unsupported, TypeError, AttributeError, RuntimeError) as error:
         raise LoadError(f"{source.name} ({config.model_type}) can't run on paged attention: {error}") from error
-    tokenizer = _tokenizer(source)
+    vocab_size = config.get_text_config().vocab_size
+    tokenizer = _tokenizer(source, vocab_size)
     return LoadedModel(
         name=source.name,
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,
-        vocab_size=config.get_text_config().vocab_size,
+        vocab_size=vocab_size,
         tokenizer=tokenizer,
         generation=_generation(source, config, tokenizer),
         batch_invariant=False,
@@ -245,7 +253,7 @@ def _read_config(directory: Path) -> PretrainedConfig:
     return config
 
 
-def _tokenizer(source: _Source) -> Tokenizer:
+def _tokenizer(source: _Source, vocab_size: int) -> Tokenizer:
     if source.gguf:
         hf = source.gguf.tokenizer()
     else:
@@ -255,7 +263,7 @@ def _tokenizer(source: _Source) -> Tokenizer:
             raise LoadError(f"the tokenizer of {source.name} can't be loaded: {error}") from error
     if not hasattr(hf, "backend_tokenizer"):
         raise LoadError(f"{source.name} has no fast tokenizer (tokenizer.json)")
-    return Tokenizer(hf)
+    return Tokenizer(hf, vocab_size)
 
 
 def _generation(source: _Source, config: PretrainedConfig, tokenizer: Tokenizer) -> GenerationDefaults:

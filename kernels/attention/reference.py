@@ -10,9 +10,9 @@ computed:
 * `exp(s - max)` and its sum over a tile are row-wise; tiles add up one after the other, in order;
 * a masked position is exactly zero in both sums, so tiles that one row needs only for its neighbours change nothing.
 
-What remains is that a matrix product must give a row the same bits whatever the number of rows beside it. BLAS kernels do
-so for multiples of `_ROWS` rows (a remainder of one to three goes through another kernel, and threads may cut the rows where
-that happens earlier); `rows_are_invariant` checks it on the machine at hand.
+What remains is that a matrix product must give a row the same bits whatever the number of rows beside it. BLAS
+kernels do so for multiples of `_ROWS` rows (a remainder of one to three goes through another kernel, and threads may
+cut the rows where that happens earlier); `rows_are_invariant` checks it on the machine at hand.
 """
 
 from __future__ import annotations

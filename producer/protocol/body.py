@@ -26,6 +26,7 @@ from producer.protocol.keys import MAX_BODY_BYTES
 
 MAX_DEPTH: Final = 64
 """Nesting of objects and lists; templates and schema compilers recurse over what we let through."""
+MAX_BIAS: Final = 1024
 _TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")
 _MAX_ID = 2**31 - 1
 
@@ -58,7 +59,7 @@ class Message(_Strict):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | Annotated[list[TextPart], _First()] | None = None
     name: str | None = None
-    tool_calls: list[Json] | None = None
+    tool_calls: Annotated[list[Json], _First()] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -146,7 +147,7 @@ class Body(_Strict):
     logit_bias: Annotated[
         dict[str, Annotated[float, Field(ge=-100, le=100)]] | None,
         AfterValidator(_check_bias),
-        Field(max_length=1024, description="an object of at most 1024 token ids with numbers from -100 to 100"),
+        Field(max_length=MAX_BIAS, description="an object of at most 1024 token ids with numbers from -100 to 100"),
     ] = None
     seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1, description="a 64-bit integer")] = None
     n: Annotated[int | None, Field(ge=1, le=64, description="an integer from 1 to 64")] = None
@@ -268,6 +269,13 @@ def parse_body(raw: bytes, max_bytes: int = MAX_BODY_BYTES) -> Body:
     if not isinstance(data, dict):
         raise JobError(ErrorCode.INVALID_REQUEST, "body: must be an object")
     data = {key: value for key, value in data.items() if value is not None}
+    # What pydantic would say too, but one fault at a time: a body of 80,000 of them must not take a second to refuse.
+    for key in data:
+        if key not in Body.model_fields:
+            raise JobError(ErrorCode.INVALID_REQUEST, f"unknown key {clean(key, 64)!r}")
+    bias = data.get("logit_bias")
+    if isinstance(bias, dict) and len(bias) > MAX_BIAS:
+        raise JobError(ErrorCode.INVALID_REQUEST, f"logit_bias: at most {MAX_BIAS} token ids are accepted")
     _check_depth(data)
     try:
         return Body.model_validate(data)
@@ -322,29 +330,33 @@ def encode_body(params: Mapping[str, Any], max_bytes: int = MAX_BODY_BYTES) -> b
     """
     present = {key: value for key, value in params.items() if value is not None}
     try:
-        for key, value in present.items():
-            # orjson writes NaN and infinity as null, which would read as "absent".
-            if _holds_infinite(value):
-                raise JobError(ErrorCode.INVALID_REQUEST, f"{key}: must be finite")
         raw = orjson.dumps(present, option=orjson.OPT_NON_STR_KEYS)
     except (TypeError, RecursionError) as error:
         raise JobError(ErrorCode.INVALID_REQUEST, f"body: {error}") from None
+    for key, value in present.items():
+        # orjson wrote NaN and infinity as null, which would read as "absent".
+        if _holds_infinite(value):
+            raise JobError(ErrorCode.INVALID_REQUEST, f"{key}: must be finite")
     parse_body(raw, max_bytes)
     return raw
 
 
 def _check_depth(data: Json) -> None:
-    level: list[tuple[str, Any]] = [(key, value) for key, value in data.items() if isinstance(value, (dict, list))]
-    for _ in range(MAX_DEPTH):
-        level = [(key, item) for key, value in level for item in _nested(value)]
-        if not level:
-            return
-    raise JobError(ErrorCode.INVALID_REQUEST, f"{clean(level[0][0], 64)}: nested deeper than {MAX_DEPTH}")
+    for key, value in data.items():
+        level = [value]
+        for _ in range(MAX_DEPTH):
+            level = [item for outer in level for item in _nested(outer)]
+            if not level:
+                break
+        else:
+            raise JobError(ErrorCode.INVALID_REQUEST, f"{clean(key, 64)}: nested deeper than {MAX_DEPTH}")
 
 
 def _nested(value: Any) -> list[Any]:
+    if not isinstance(value, (dict, list)):
+        return []
     items = value.values() if isinstance(value, dict) else value
-    return [item for item in items if isinstance(item, (dict, list))]
+    return [item for item in items if item and isinstance(item, (dict, list))]
 
 
 def _explain(details: list[ErrorDetails]) -> str:

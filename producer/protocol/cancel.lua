@@ -15,12 +15,20 @@ local function field(fields, name)
   return ''
 end
 
+-- The caller's JSON with what only the job knows. Both values are safe inside JSON, by their patterns.
+local function completed(fields)
+  local attempt, trace = redis.call('HGET', job, 'attempt') or '0', field(fields, 'traceparent')
+  local json = string.gsub(ARGV[5], '"attempt":null', '"attempt":' .. attempt, 1)
+  if not string.match(trace, '^[%x-]+$') then return json end
+  return string.sub(json, 1, -2) .. ',"traceparent":"' .. trace .. '"}'
+end
+
 local function finish_here(fields, lane, entry)
   local group, tenant = field(fields, 'group'), field(fields, 'tenant')
   open({ job = job, out = out, worker = '', prompt_tokens = '0' })
   finish({ job = job, result = result, cancel = cancel, out = out, quota = root .. 'quota:' .. tenant,
     group = root .. 'group:' .. group, group_out = root .. 'group-out:' .. group, callbacks = KEYS[7], id = id,
-    status = 'cancelled', json = ARGV[5], stream = field(fields, 'stream'), result_ttl = ARGV[6], stream_ttl = ARGV[7],
+    status = 'cancelled', json = completed(fields), stream = field(fields, 'stream'), result_ttl = ARGV[6], stream_ttl = ARGV[7],
     group_name = group, callback = field(fields, 'callback'), lane = lane, entry = entry })
 end
 

@@ -1,6 +1,6 @@
 -- Move one delayed job into its lane, if it is due and its id is free.
 -- KEYS delayed delayed-job job result high normal low dead
--- ARGV root id dead-maxlen
+-- ARGV root id dead-maxlen fault ('' or the code of what is wrong with the id)
 -- -> MOVED | EARLY | GONE (another worker was first) | DUP (finished, or another live entry has the id) | DEAD
 local delayed, delayed_job, job = KEYS[1], KEYS[2], KEYS[3]
 local lanes = { high = KEYS[5], normal = KEYS[6], low = KEYS[7] }
@@ -21,9 +21,9 @@ for i = 1, #stored, 2 do
     fields[#fields + 1] = stored[i + 1]
   end
 end
-if #fields == 0 or #fields > 100 or not lanes[name] then
+if ARGV[4] ~= '' or #fields == 0 or #fields > 100 or not lanes[name] then
   redis.call('XADD', KEYS[8], 'MAXLEN', '~', ARGV[3], '*', 'id', id, 'lane', name, 'entry', '', 'code',
-    'invalid_request', 'reason', 'a delayed job without proper fields or lane', 'attempts', '0', 'body', '',
+    ARGV[4] ~= '' and ARGV[4] or 'invalid_request', 'reason', 'a delayed job without usable id, fields or lane', 'attempts', '0', 'body', '',
     'truncated', '0')
   redis.call('ZREM', delayed, id)
   redis.call('DEL', delayed_job)

@@ -42,7 +42,7 @@ class _Shared:
 
     shebang: bool = True
 
-    def command(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> tuple[Any, ...]:
+    def command(self, name: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> tuple[Any, ...]:
         return ("EVALSHA", _sha(name, self.shebang), len(keys), *keys, *args)
 
     def refused_shebang(self, error: ResponseError) -> bool:
@@ -60,7 +60,7 @@ class Runner(_Shared):
         self.client = client
         self._execute: Callable[..., Any] = client.execute_command
 
-    def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+    def run(self, name: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
         """The script's reply.
 
         Raises:
@@ -74,6 +74,26 @@ class Runner(_Shared):
             except ResponseError as error:
                 if not self.refused_shebang(error):
                     raise
+
+    def run_all(self, calls: Sequence[tuple[str, Sequence[str | bytes], Sequence[Any]]]) -> list[Any]:
+        """The replies of several calls, made in one round trip.
+
+        Raises:
+            redis.RedisError: of the first call that failed; the others may have been done.
+        """
+        if len(calls) == 1:
+            return [self.run(*calls[0])]
+        pipe = self.client.pipeline(transaction=False)
+        send: Callable[..., Any] = pipe.execute_command
+        for name, keys, args in calls:
+            send(*self.command(name, keys, args))
+        replies = pipe.execute(raise_on_error=False)
+        for at, reply in enumerate(replies):
+            if isinstance(reply, NoScriptError) or (isinstance(reply, ResponseError) and self.refused_shebang(reply)):
+                replies[at] = self.run(*calls[at])
+            elif isinstance(reply, Exception):
+                raise reply
+        return replies
 
     def _load(self, name: str) -> None:
         try:
@@ -91,7 +111,7 @@ class AsyncRunner(_Shared):
         self.client = client
         self._execute: Callable[..., Any] = client.execute_command
 
-    async def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+    async def run(self, name: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
         """As `Runner.run`."""
         while True:
             try:

@@ -31,6 +31,8 @@ for at = 1, #ARGV, 7 do
       refuse(number, 'GONE', '')
     elseif type(reply) == 'table' and reply.err then
       local why = tostring(reply.err)
+      -- Redis decides on memory once for a whole script, so nothing was written: the caller may repeat it all.
+      if string.find(why, 'OOM', 1, true) == 1 then return reply end
       if string.find(why, 'equal or smaller', 1, true) then
         local first, second = last_id(out)
         local fence, n = string.match(id, '^(%d+)-(%d+)$')

@@ -26,7 +26,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import redis
 from redis.exceptions import ResponseError
@@ -95,6 +95,17 @@ __all__ = [
 RENEW_CHUNK = 256
 
 
+class StartOptions(TypedDict):
+    """What START is told beside who."""
+
+    prompt_tokens: int
+    ttl_ms: NotRequired[int | None]
+    max_attempts: NotRequired[int | None]
+    """A job that was started so often already is not started again (SPENT)."""
+    nonce: NotRequired[str | None]
+    """A caller that repeats a call whose reply was lost gives the same one again, and gets the first call's fence."""
+
+
 @dataclass
 class Scripts:
     """The scripts of one queue as one worker calls them. All raise `redis.RedisError` as any command does.
@@ -136,35 +147,26 @@ class Scripts:
             for entry, flat in entries
         ]
 
-    def start(
-        self,
-        ref: Ref,
-        job: Identity,
-        *,
-        prompt_tokens: int,
-        ttl_ms: int | None = None,
-        max_attempts: int | None = None,
-        nonce: str | None = None,
-    ) -> Started:
-        """START: the owner check, the duplicate rule, cancel and deadline, then a new fence and its `start` event.
+    def start(self, ref: Ref, job: Identity, **options: Unpack[StartOptions]) -> Started:
+        """START: the owner check, the duplicate rule, cancel and deadline, then a new fence and its `start` event."""
+        return self.start_all([(ref, job, options)])[0]
 
-        With `max_attempts`, a job that was started so often already is not started again (SPENT). A caller
-        that repeats a call whose reply was lost gives the same `nonce` again, and gets the first call's fence.
-        """
-        names = [self.keys.lane(ref.lane), *self._of(ref.id), *self.keys.lanes]
-        args = [GROUP, ref.entry, self.consumer, ref.lane, open_stream_ttl(self.result_ttl_s)]
-        args += [
-            nonce or secrets.token_hex(8),
-            _or_empty(ttl_ms),
-            _or_empty(max_attempts),
-            prompt_tokens,
-            job.group or "",
-            job.tenant or "",
+    def start_all(self, starts: Sequence[tuple[Ref, Identity, StartOptions]]) -> list[Started]:
+        """START of several jobs in one round trip; each stands for itself."""
+        replies = self._runner.run_all([self._start_call(*one) for one in starts])
+        return [
+            Started(
+                StartStatus(status.decode()), int(fence), attempt, deaths, int(now), reason.decode("utf-8", "replace")
+            )
+            for status, fence, attempt, deaths, now, reason in replies
         ]
-        status, fence, attempt, deaths, now, reason = self._runner.run("start", names, args)
-        return Started(
-            StartStatus(status.decode()), int(fence), attempt, deaths, int(now), reason.decode("utf-8", "replace")
-        )
+
+    def _start_call(self, ref: Ref, job: Identity, options: StartOptions) -> Call:
+        names = [self.keys.lane(ref.lane), *self._of(ref.id), *self.keys.lanes]
+        args: list[Any] = [GROUP, ref.entry, self.consumer, ref.lane, open_stream_ttl(self.result_ttl_s)]
+        args += [options.get("nonce") or secrets.token_hex(8), _or_empty(options.get("ttl_ms"))]
+        args += [_or_empty(options.get("max_attempts")), options["prompt_tokens"], job.group or "", job.tenant or ""]
+        return Call("start", names, args)
 
     def _of(self, job_id: str) -> list[str]:
         keys = self.keys
@@ -281,14 +283,11 @@ class Scripts:
         due: Any = self.client.zrangebyscore(self.keys.delayed, "-inf", now, start=0, num=limit)
         keys, moved = self.keys, 0
         for raw in due:
-            job_id = raw.decode("utf-8", "surrogateescape")
-            names = [keys.delayed, keys.delayed_job(job_id), keys.job(job_id), keys.result(job_id)]
-            names = [*names, *keys.lanes, keys.dead]
-            args = [keys.root, raw, DEAD_MAXLEN]
-            if is_name(job_id):
-                moved += self._runner.run("due", names, args) == b"MOVED"
-            else:
-                self.client.zrem(keys.delayed, raw)
+            usable = is_name(raw.decode("utf-8", "replace"))
+            own = [prefix.encode() + raw for prefix in (keys.delayed_job(""), keys.job(""), keys.result(""))]
+            names = [keys.delayed, *own, *keys.lanes, keys.dead]
+            args = [keys.root, raw, DEAD_MAXLEN, "" if usable else ErrorCode.NO_ID.value]
+            moved += self._runner.run("due", names, args) == b"MOVED"
         return moved
 
     def last_ids(self, job_ids: Sequence[str]) -> dict[str, tuple[int, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -48,7 +47,9 @@ class Cache:
             tuple(self.tables[s] for s, _, _ in work),
         )
 
-    def run(self, work: list[tuple[int, int, int]], padding: int = 0, layer: int = 0, **options: object) -> list[Tensor]:
+    def run(
+        self, work: list[tuple[int, int, int]], padding: int = 0, layer: int = 0, **options: object
+    ) -> list[Tensor]:
         """Write and attend; each item's output rows."""
         batch = self.batch(work, padding)
         q, k, v = (
@@ -82,7 +83,9 @@ def spec(block_size: int = 16, kv_heads: int = 2, dim: int = 16, dtype: torch.dt
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 24, 32, 256])
-@pytest.mark.parametrize("options", [{}, {"window": 5}, {"window": 130}, {"softcap": 3.0}, {"window": 1, "softcap": 2.0}])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 5}, {"window": 130}, {"softcap": 3.0}, {"window": 1, "softcap": 2.0}]
+)
 def test_mixed_batches_equal_the_oracle(block_size: int, options: dict[str, object]) -> None:
     cache = Cache(spec(block_size), [150, 1, 37, 300, 129, 128], heads=6)
     for layer in (0, 1):  # prefill in part, others' rest, then decodes next to chunks
@@ -93,7 +96,9 @@ def test_mixed_batches_equal_the_oracle(block_size: int, options: dict[str, obje
             assert torch.allclose(out.double(), cache.oracle(*item, **options), atol=2e-6), item  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 8), (2, 2, 64), (4, 1, 80), (9, 3, 64), (8, 8, 16), (5, 1, 24)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(1, 1, 8), (2, 2, 64), (4, 1, 80), (9, 3, 64), (8, 8, 16), (5, 1, 24)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_head_shapes_equal_the_oracle(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
     cache = Cache(spec(16, kv_heads, dim, dtype), [20, 2, 3], heads)
@@ -131,18 +136,9 @@ def test_another_sequence_of_nan_changes_nothing() -> None:
     assert torch.allclose(got.double(), cache.oracle(0, 0, 40), atol=2e-6)
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"window": 33, "softcap": 5.0}])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16), (4, 1, 80)])
-@pytest.mark.usefixtures("threads")
 def test_bits_do_not_depend_on_chunks_neighbours_or_blocks(
     dtype: torch.dtype, options: dict[str, object], heads: int, kv_heads: int, dim: int
 ) -> None:
@@ -164,6 +160,16 @@ def test_bits_do_not_depend_on_chunks_neighbours_or_blocks(
         same(cache, [127, 255], [(1, 4, 5), (2, 139, 140), (3, 399, 400), (4, 269, 270)])
         same(cache, list(range(100, 270, 34)), [(2, 100, 140), (4, 0, 270)])
         same(cache, list(range(250, 270)), [(2, 139, 140), (4, 269, 270), (3, 399, 400)])
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 11, 12, 13, 27, 70])
+def test_bits_do_not_depend_on_how_threads_cut_the_rows(rows: int) -> None:
+    cache = Cache(spec(16, 3, 64), [140], heads=9)
+    want = cache.run([(0, 0, 140)])[0]
+    for start in (0, 60, 127, 140 - rows):
+        stop = min(140, start + rows)
+        assert torch.equal(cache.run([(0, start, stop)])[0], want[start:stop]), (start, stop)
 
 
 def test_auto_takes_a_backend_and_unknown_names_are_refused() -> None:

@@ -17,6 +17,7 @@ from tests.models.tiny import FUSED, STOCK, Case, build_case
 
 Load = Callable[[Case], tuple[LoadedModel, Reference]]
 NEW = 12
+PREFIXED = [case for case in FUSED + STOCK if case.name in ("llama", "qwen3-windows", "gemma2")]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def test_mixed_batch(load: Load, case: Case) -> None:
         near_ties(row.tokens[length:], want, reference_logits)
 
 
-@pytest.mark.parametrize("case", [c for c in FUSED + STOCK if c.name in ("llama", "qwen3-windows", "gemma2")], ids=lambda c: c.name)  # fmt: skip
+@pytest.mark.parametrize("case", PREFIXED, ids=lambda case: case.name)
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_prefix_hit_at_every_block(load: Load, case: Case, block_size: int) -> None:
     loaded, reference = load(case)

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] not in ['system', 'user', 'assistant'] %}"
     "{{ raise_exception('unknown role ' + m['role']) }}{% endif %}"
-    "<|{{ m['role'] }}|>{{ m['content'] + '<|end|>' }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "<|{{ m['role'] }}|>{{ m['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIALS = ["<unk>", "<s>", "</s>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 BOS, EOS, END = 1, 2, 3
@@ -130,11 +131,19 @@ STOCK: list[Case] = [
     Case("phi3", "phi3", {"sliding_window": 6}),
     Case("phi3-longrope", "phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 16}),
     Case("gemma2", "gemma2", {"head_dim": 32, "sliding_window": 6, "query_pre_attn_scalar": 24}),
-    Case("gemma3", "gemma3_text", {"head_dim": 32, "sliding_window": 6, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}),
+    Case(
+        "gemma3",
+        "gemma3_text",
+        {"head_dim": 32, "sliding_window": 6, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    ),
     Case("granite", "granite", {"attention_multiplier": 0.1, "residual_multiplier": 0.5, "logits_scaling": 2.0}),
     Case("olmo2", "olmo2"),
-    Case("qwen3-moe", "qwen3_moe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
-]  # fmt: skip
+    Case(
+        "qwen3-moe",
+        "qwen3_moe",
+        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+]
 STOCK = [dataclasses.replace(case, backend="transformers") for case in STOCK] + [
     Case("llama-forced", "llama", {"attention_bias": True}, "transformers"),
     Case("qwen2-windows-forced", "qwen2", FUSED[14].config, "transformers"),
@@ -144,7 +153,7 @@ STOCK = [dataclasses.replace(case, backend="transformers") for case in STOCK] + 
 def build(
     path: Path, family: str = "llama", seed: int = 0, shard_size: str = "5GB", bos: bool = True, **config: Any
 ) -> Path:
-    """Write a random model of `family` and a tokenizer to `path`, in fp32 safetensors; the same for the same arguments."""
+    """Write a random model of `family` and a tokenizer to `path`, in fp32 safetensors; equal for equal arguments."""
     made = tokenizer(bos)
     hf = AutoConfig.for_model(family, **{"vocab_size": len(made), **_SMALL, **config})
     torch.manual_seed(seed)
@@ -161,7 +170,7 @@ def build_case(path: Path, case: Case, seed: int = 0) -> Path:
 
 
 def _scatter(model: torch.nn.Module) -> None:
-    """Draw every parameter wide enough that logits differ: a fresh model's are near-ties, its biases zero, its norms one."""
+    """Draw every parameter so wide that logits differ: a fresh model's are near-ties, biases zero, norms one."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

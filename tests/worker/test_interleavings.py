@@ -59,8 +59,8 @@ class Shaky(Scripts):
     def read(self, count: int) -> Any:
         return self._shaken(lambda: Scripts.read(self, count))
 
-    def start(self, *args: Any, **kwargs: Any) -> Any:
-        return self._shaken(lambda: Scripts.start(self, *args, **kwargs))
+    def start_all(self, starts: Any) -> Any:
+        return self._shaken(lambda: Scripts.start_all(self, starts))
 
     def publish(self, batch: Any) -> Any:
         return self._shaken(lambda: Scripts.publish(self, batch))

@@ -255,3 +255,46 @@ def test_sigterm_while_loading_claims_nothing(queue: Queue) -> None:
     gate.set()
     assert queue.client.xlen(queue.keys.lane("normal")) == 1
     assert not queue.client.exists(queue.keys.out(job))
+
+
+def test_a_cancel_ends_a_job_in_each_state_with_one_final_and_no_later_token(queue: Queue) -> None:
+    engine = FakeEngine(max_num_seqs=1, step_seconds=0.01)
+    with inside(queue, engine, max_waiting="1") as worker:
+        body = {"prompt": "x", "max_tokens": 250}
+        runs = queue.add(body)
+        eventually(lambda: engine.computed)
+        waits = queue.add(body)
+        eventually(lambda: worker.worker.held.waiting == 1)
+        unread = queue.add(body, lane="low")
+        for job in (unread, waits, runs):
+            queue.cancel(job, "enough")
+        results = {job: queue.check_ending(job) for job in (runs, waits, unread)}
+        assert {(r["status"], r["cancel_reason"]) for r in results.values()} == {("cancelled", "enough")}
+        assert results[runs]["choices"][0]["text"]
+        assert results[waits]["choices"] == results[unread]["choices"] == []
+        finished = queue.add({"prompt": "x", "max_tokens": 1})
+        before = queue.check_ending(finished)
+        queue.cancel(finished)
+        worker.worker._stop_rest.wait(0.2)
+        assert queue.result(finished) == before
+        worker.at_rest()
+
+
+def test_a_cancel_hits_its_own_job_alone(queue: Queue) -> None:
+    with inside(queue, FakeEngine(step_seconds=0.01)):
+        jobs = [queue.add({"prompt": f"{i}", "max_tokens": 40}) for i in range(3)]
+        eventually(lambda: all(len(queue.events(job)) > 2 for job in jobs))
+        queue.cancel(jobs[0])
+        assert [queue.check_ending(job)["status"] for job in jobs] == ["cancelled", "succeeded", "succeeded"]
+
+
+def test_a_cancel_is_seen_within_a_poll_and_a_step(queue: Queue) -> None:
+    engine = FakeEngine(step_seconds=0.02)
+    with inside(queue, engine, cancel_poll_ms="20"):
+        job = queue.add({"prompt": "x", "max_tokens": 250})
+        eventually(lambda: len(queue.events(job)) > 2)
+        steps = engine.steps
+        queue.cancel(job)
+        eventually(lambda: not engine.has_work)
+        # One poll lasts a step here, then comes the step that ends it; the rest is this machine's slack.
+        assert engine.steps - steps <= 6

@@ -1,0 +1,150 @@
+"""The `tokenmill` command as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from producer.cli import Exit
+from tests.producer.mini import MiniWorker, Queue
+from tests.support import eventually
+
+
+def command(queue: Queue, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "producer.cli", *arguments]
+
+
+def environment(queue: Queue) -> dict[str, str]:
+    return {**os.environ, "TOKENMILL_REDIS": queue.url, "TOKENMILL_QUEUE": queue.keys.queue, "COLUMNS": "200"}
+
+
+def run(queue: Queue, *arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(queue, *arguments),
+        env=environment(queue),
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_submit_prints_the_text_and_succeeds(queue: Queue, worker: MiniWorker) -> None:
+    done = run(queue, "submit", "one two", "--max-tokens", "5", "--temperature", "0", "--param", "top_k=3")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "one two \n", "")
+    piped = run(queue, "submit", "-", given="from stdin")
+    assert piped.stdout == "from stdin \n"
+
+
+def test_submit_now_and_read_later(queue: Queue, worker: MiniWorker) -> None:
+    assert run(queue, "submit", "one two", "--id", "mine", "--no-wait", "--priority", "high").stdout == "mine\n"
+    assert run(queue, "tail", "mine").stdout == "one two \n"
+    assert run(queue, "result", "mine").stdout == "one two \n"
+    found = json.loads(run(queue, "result", "mine", "--json").stdout)
+    assert (found["id"], found["status"]) == ("mine", "succeeded")
+    assert "ended already" in run(queue, "cancel", "mine").stdout
+
+
+def test_chat_sends_messages(queue: Queue) -> None:
+    run(queue, "submit", "hi", "--system", "be brief", "--no-wait", "--id", "c")
+    ((_, fields),) = queue.redis.xrange(queue.keys.lane("normal"))
+    assert json.loads(fields[b"body"]) == {
+        "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    }
+
+
+def test_the_exit_status_tells_how_it_ended(queue: Queue, worker: MiniWorker) -> None:
+    failed = run(queue, "submit", "one FAIL")
+    assert (failed.returncode, failed.stdout) == (Exit.FAILED, "one \n")
+    assert "engine_error" in failed.stderr
+    assert run(queue, "submit", "x", "--ttl", "0.001", "--id", "late").returncode in (Exit.EXPIRED, Exit.SUCCEEDED)
+    assert run(queue, "tail", "unknown", "--timeout", "0.1").returncode == Exit.EXPIRED
+    assert run(queue, "submit", "x", "--max-tokens", "0").returncode == Exit.USAGE
+    assert run(queue, "submit", "x", "--param", "id=1").returncode == Exit.USAGE
+    assert run(queue, "submit", "x", "--priority", "urgent").returncode == Exit.USAGE
+    assert run(queue, "submit", "x", "--queue", "a:b").returncode == Exit.USAGE
+    away = run(queue, "submit", "x", "--redis", "redis://user:secret@127.0.0.1:1/0")
+    assert away.returncode == Exit.UNAVAILABLE
+    assert "secret" not in away.stderr
+
+
+def test_cancel_ends_a_queued_job(queue: Queue) -> None:
+    run(queue, "submit", "x", "--id", "q", "--no-wait")
+    assert "before it ran" in run(queue, "cancel", "q").stdout
+    assert run(queue, "result", "q").returncode == Exit.CANCELLED
+
+
+def test_ctrl_c_cancels_the_job(queue: Queue, worker: MiniWorker) -> None:
+    process = subprocess.Popen(
+        command(queue, "submit", "one HOLD", "--id", "long"),
+        env=environment(queue),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(4) == b"one "
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=20)
+    assert process.returncode == Exit.INTERRUPTED
+    assert b"long cancelled" in told
+    eventually(lambda: queue.redis.hget(queue.keys.job("long"), "state") == b"cancelled")
+
+
+def test_a_reader_that_leaves_cancels_the_job(queue: Queue, worker: MiniWorker) -> None:
+    process = subprocess.Popen(
+        command(queue, "submit", "one HOLD two three", "--id", "left"),
+        env=environment(queue),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(4) == b"one "
+    process.stdout.close()
+    worker.release()
+    assert process.stderr is not None
+    told = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(20) == Exit.INTERRUPTED
+    assert told.strip() == b"job left cancelled"
+
+
+def test_info_shows_lanes_and_workers(queue: Queue) -> None:
+    queue.add("a", lane="low")
+    queue.redis.hset(queue.keys.worker("host:1:x"), mapping={"model": "tiny"})
+    told = run(queue, "info").stdout
+    assert "low     1" in told
+    assert "worker host:1:x model=tiny" in told
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["submit", "--help"]])
+def test_help_documents_every_exit_status_and_imports_no_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys\nsys.argv = ['tokenmill', *sys.argv[1:]]\n"
+        "import producer.cli\n"
+        "try:\n    producer.cli.main()\nexcept SystemExit:\n    pass\n"
+        "assert 'torch' not in sys.modules and 'worker' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    for status in Exit:
+        assert str(int(status)) in done.stdout
+
+
+def test_a_missing_extra_is_named() -> None:
+    code = (
+        "import sys\nsys.modules['pydantic_core._missing'] = None\nsys.argv = ['tokenmill', 'worker']\n"
+        "import importlib\nreal = importlib.import_module\n"
+        "def fake(name, *rest):\n"
+        "    if name.startswith('worker'):\n"
+        "        raise ModuleNotFoundError('no torch', name='torch')\n"
+        "    return real(name, *rest)\n"
+        "import producer.cli\nproducer.cli.importlib.import_module = fake\nproducer.cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == Exit.USAGE
+    assert "pip install 'tokenmill[worker]'" in done.stderr

@@ -1,0 +1,171 @@
+"""What a worker does while Redis is slow, away or wiped, and that silence is silence."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import redis
+import structlog
+
+from producer.protocol import connection
+from producer.protocol.scripts import Scripts
+from tests.support import eventually
+from tests.worker.fakes import FakeEngine, text_of
+from tests.worker.harness import Queue, inside
+from worker.embedded import embedded_redis
+from worker.link import Contact, no_group, passing
+from worker.sweeper import Sweeper
+from worker.threads import Fatal, Mailbox, Stop, spawn
+
+
+def test_an_idle_worker_says_nothing_for_longer_than_its_sockets_wait(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "BLOCK_MARGIN_S", 0.4)
+    monkeypatch.setattr(connection, "COMMAND_TIMEOUT_S", 0.5)
+    with structlog.testing.capture_logs() as logs, inside(queue, block_ms="100") as worker:
+        worker.worker._stop_rest.wait(1.5)
+        job = queue.add({"prompt": "x", "max_tokens": 1})
+        assert queue.check_ending(job)["status"] == "succeeded"
+    assert [entry for entry in logs if entry["log_level"] not in ("info", "debug")] == []
+
+
+def test_a_blocking_reads_socket_waits_longer_than_the_read() -> None:
+    client = connection.blocking_client("redis://localhost", block_ms=1000)
+    assert client.connection_pool.connection_kwargs["socket_timeout"] > 1.0
+
+
+def test_while_starts_do_not_get_through_what_runs_goes_on(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = threading.Event()
+    start = Scripts.start_all
+
+    def shaky(self: Scripts, *args: Any, **kwargs: Any) -> Any:
+        if broken.is_set():
+            raise redis.ConnectionError("away")
+        return start(self, *args, **kwargs)
+
+    monkeypatch.setattr(Scripts, "start_all", shaky)
+    with inside(queue, FakeEngine(step_seconds=0.005)) as worker:
+        runs = queue.add({"prompt": "runs", "max_tokens": 100})
+        eventually(lambda: worker.engine.computed)
+        broken.set()
+        waits = [queue.add({"prompt": f"waits {i}", "max_tokens": 2}) for i in range(3)]
+        cancelled = queue.add({"prompt": "cancelled", "max_tokens": 2})
+        assert queue.check_ending(runs)["choices"][0]["text"] == text_of(b"runs", 0, 100)
+        queue.cancel(cancelled)
+        assert queue.check_ending(cancelled)["status"] == "cancelled"
+        assert not any(queue.client.exists(queue.keys.result(job)) for job in waits)
+        broken.clear()
+        assert {queue.check_ending(job)["status"] for job in waits} == {"succeeded"}
+        worker.at_rest()
+
+
+def test_a_slow_publisher_merges_tokens_and_loses_none(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = Scripts.publish
+
+    def slow(self: Scripts, batch: Any) -> Any:
+        time.sleep(0.05)  # a round trip to a far Redis
+        return publish(self, batch)
+
+    monkeypatch.setattr(Scripts, "publish", slow)
+    with inside(queue, FakeEngine(step_seconds=0.001)):
+        job = queue.add({"prompt": "x", "max_tokens": 150})
+        assert queue.check_ending(job)["usage"]["completion_tokens"] == 150
+        counts = [int(f["tokens"]) for _, f in queue.events(job) if f["type"] == "token"]
+        assert counts[0] <= 5
+        assert len(counts) < 100
+
+
+def test_lanes_that_are_deleted_come_back(queue: Queue) -> None:
+    with inside(queue) as worker:
+        queue.client.delete(*queue.keys.lanes)
+        job = queue.add({"prompt": "x", "max_tokens": 2})
+        assert queue.check_ending(job)["status"] == "succeeded"
+        worker.at_rest()
+
+
+def test_an_entry_that_somebody_deletes_is_dropped(queue: Queue) -> None:
+    with inside(queue, FakeEngine(step_seconds=0.02), lease_seconds="0.6") as worker:
+        job = queue.add({"prompt": "x", "max_tokens": 240})
+        eventually(lambda: worker.engine.computed)
+        for entry, _ in queue.client.xrange(queue.keys.lane("normal")):
+            queue.client.xdel(queue.keys.lane("normal"), entry)
+        eventually(lambda: len(worker.worker.held) == 0)
+        worker.at_rest()
+        assert not queue.client.exists(queue.keys.result(job))
+
+
+def test_a_read_whose_reply_was_lost_is_found_again(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = threading.Event()
+    read = Scripts.read
+
+    def forgetful(self: Scripts, count: int) -> Any:
+        found = read(self, count)
+        if found and not lost.is_set():
+            lost.set()
+            raise redis.TimeoutError("no reply")
+        return found
+
+    monkeypatch.setattr(Scripts, "read", forgetful)
+    jobs = [queue.add({"prompt": f"{i}", "max_tokens": 1}) for i in range(3)]
+    with inside(queue, lease_seconds="0.6"):
+        assert {queue.check_ending(job)["status"] for job in jobs} == {"succeeded"}
+        assert lost.is_set()
+
+
+def test_nothing_is_swept_before_a_lease_of_unbroken_contact(queue: Queue) -> None:
+    scripts = Scripts(queue.client, queue.keys, "sweeper")
+    scripts.ensure_groups()
+    queue.add({"prompt": "x"})
+    Scripts(queue.client, queue.keys, "dead").read(1)
+    contact = Contact()
+    with inside(queue) as worker:
+        sweeper = Sweeper(scripts, worker.worker.held, contact, 0.2, 0.01)
+        threading.Event().wait(0.3)
+        assert sweeper.sweep(5) == []  # no contact yet
+        contact.ok()
+        assert sweeper.sweep(5) == []  # too short
+        eventually(lambda: contact.lasted() > 0.2)
+        contact.lost()
+        contact.ok()
+        assert sweeper.sweep(5) == []  # broken in between
+        assert eventually(lambda: sweeper.sweep(5), 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (redis.ConnectionError("gone"), True),
+        (redis.TimeoutError("late"), True),
+        (redis.ResponseError("OOM command not allowed when used memory > 'maxmemory'. script: abc"), True),
+        (redis.ResponseError("MISCONF Redis is configured to save RDB snapshots"), True),
+        (redis.ResponseError("WRONGTYPE Operation against a key"), False),
+    ],
+)
+def test_what_passes_is_told_from_what_does_not(error: redis.RedisError, passes: bool) -> None:
+    assert passing(error) is passes
+    assert not no_group(error)
+
+
+def test_a_thread_that_dies_tells_the_main_thread() -> None:
+    def bug() -> None:
+        raise KeyError("oops")
+
+    def fatal() -> None:
+        raise Fatal(4, "no")  # type: ignore[arg-type]
+
+    for target, status in ((bug, 1), (fatal, 4)):
+        mailbox = Mailbox()
+        spawn("x", target, mailbox).join()
+        assert mailbox.get(1) == Stop(status)  # type: ignore[arg-type]
+
+
+def test_the_embedded_redis_dies_with_its_block() -> None:
+    with embedded_redis() as url:
+        client = connection.command_client(url, retries=0)
+        assert client.ping()
+    with pytest.raises(redis.ConnectionError):
+        client.ping()
