@@ -18,7 +18,7 @@ class Batch:
     """int64 [T]."""
     attention: AttentionBatch
     sample_rows: Tensor
-    """int64 [R]: the rows whose logits are wanted, ascending."""
+    """int64 [R]: the rows whose logits are wanted, in any order; one may be wanted more than once."""
 
     @property
     def positions(self) -> Tensor:

@@ -229,13 +229,22 @@ class Engine:
             if piece.seq.num_cached_tokens is None:
                 self._prefix_queries += piece.seq.num_prompt_tokens
                 self._prefix_hits += piece.start
+        asked = [piece.seq for piece in plan.slices if piece.prompt_rows]
+        for seq, found in zip(asked, sampled.prompt_logprobs, strict=True):
+            seq.prompt_logprobs += found if seq.prompt_logprobs else (None, *found)
         self.scheduler.commit(plan)
-        for seq, token in zip(plan.sampling, sampled.token_ids, strict=True):
+        for seq, token, logprobs in zip(plan.sampling, sampled.token_ids, sampled.logprobs, strict=True):
             if token is None:
                 ending = _Ending(Outcome.FAILED, Fault.NON_FINITE_LOGITS, "the model gave logits that are not finite")
                 self._end_soon(seq.request.id, ending)
                 continue
+            if logprobs is not None:
+                seq.logprobs.append(logprobs)
             self._append(seq, token)
+            if seq.matcher is not None and seq.matcher.error is not None:
+                ending = _Ending(Outcome.FAILED, Fault.INTERNAL, f"the grammar gave up: {seq.matcher.error}")
+                self._end_soon(seq.request.id, ending)
+                continue
             self._flush(seq, deltas)
             if seq.finish_reason is not None:
                 self.scheduler.lengths.learn(seq.num_output_tokens)
@@ -249,17 +258,22 @@ class Engine:
         """Add a sampled id to a sequence and see whether it ends there."""
         params = seq.request.params
         seq.tokens.append(token)
+        complete = seq.matcher is not None and seq.matcher.accept(token) and seq.matcher.complete
         if token in params.stop_token_ids:
             seq.stop, seq.finish_reason = token, FinishReason.STOP
-        elif token in self._eos and not params.ignore_eos:
+            seq.text.add_silent()
+        elif token in self._eos and (not params.ignore_eos or complete):
             seq.finish_reason = FinishReason.STOP
+            seq.text.add_silent()
         else:
             active = seq.num_output_tokens >= params.min_tokens
             seq.stop = seq.text.push(token, active)
             if seq.stop is not None:
                 seq.finish_reason = FinishReason.STOP
                 return
-            if seq.num_output_tokens >= params.max_tokens:
+            if complete:
+                seq.finish_reason = FinishReason.STOP
+            elif seq.num_output_tokens >= params.max_tokens:
                 seq.finish_reason = FinishReason.LENGTH
         if seq.finish_reason is not None:
             self._let_go(seq)
@@ -272,11 +286,13 @@ class Engine:
 
     def _flush(self, seq: Sequence, deltas: list[Delta]) -> None:
         """Say what is new of a sequence: when there is text, and at its end, so that every id is counted once."""
-        text = seq.text.take()
-        if text or (seq.finish_reason is not None and seq.num_unsent_tokens):
-            ids = tuple(seq.tokens[len(seq.tokens) - seq.num_unsent_tokens :])
-            seq.num_sent_tokens = seq.num_output_tokens
-            deltas.append(Delta(seq.request.id, seq.index, text, ids))
+        text, count = seq.text.take()
+        if text or count:
+            start = seq.num_sent_tokens
+            seq.num_sent_tokens += count
+            ids = tuple(seq.tokens[seq.num_prompt_tokens + start : seq.num_prompt_tokens + start + count])
+            logprobs = tuple(seq.logprobs[start : start + count]) if _asked(seq) else None
+            deltas.append(Delta(seq.request.id, seq.index, text, ids, logprobs))
 
     # ── endings ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -360,5 +376,18 @@ class Engine:
 
 
 def _result(seq: Sequence) -> ChoiceResult:
-    reason = seq.finish_reason if seq.finish_reason is not None else FinishReason.ERROR
-    return ChoiceResult(seq.index, seq.text.text, reason, seq.stop, tuple(seq.output_tokens))
+    sent = seq.num_sent_tokens
+    prompt = seq.request.sequences[0].prompt_logprobs
+    return ChoiceResult(
+        index=seq.index,
+        text=seq.text.text,
+        finish_reason=seq.finish_reason if seq.finish_reason is not None else FinishReason.ERROR,
+        stop=seq.stop,
+        token_ids=tuple(seq.output_tokens[:sent]),
+        logprobs=tuple(seq.logprobs[:sent]) if _asked(seq) else None,
+        prompt_logprobs=tuple(prompt) if seq.request.params.prompt_logprobs is not None else None,
+    )
+
+
+def _asked(seq: Sequence) -> bool:
+    return seq.request.params.logprobs is not None

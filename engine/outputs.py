@@ -9,6 +9,25 @@ from engine.sequence import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural log of an id's probability under the model's own distribution.
+
+    That is before bias, penalties, masks, temperature and filters, over all ids that the tokenizer knows.
+    """
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """For one position: the id that stands there, and the most likely ones as many as were asked for, best first."""
+
+    chosen: Logprob
+    top: tuple[Logprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """New text of one choice. Joined over a request's life they equal the final text."""
 
@@ -17,7 +36,9 @@ class Delta:
     text: str
     """Never splits a character, never holds text that a stop string may still cut."""
     token_ids: tuple[int, ...]
-    """The ids sampled since the last delta of this choice."""
+    """The ids that this text carries; an id goes out with the first character of its text."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One entry an id, where asked for."""
 
 
 class Outcome(enum.StrEnum):
@@ -46,6 +67,10 @@ class ChoiceResult:
     finish_reason: FinishReason
     stop: str | int | None
     token_ids: tuple[int, ...]
+    """Text, ids and logprobs end at the same place: ids that a stop string cut off are not here."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """One entry a prompt id, where asked for; the first has no probability and is None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +83,7 @@ class Finished:
     """Partial text is kept whatever the outcome. Always one entry a choice."""
     prompt_tokens: int
     completion_tokens: int
+    """All ids that were sampled."""
     cached_tokens: int
     fault: Fault | None = None
     message: str | None = None

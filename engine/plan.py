@@ -27,6 +27,16 @@ class Slice:
         """Who gets a token from the last row of this slice."""
         return (self.seq, *self.forks) if self.samples else ()
 
+    @property
+    def prompt_rows(self) -> range:
+        """The positions in this slice whose logits are wanted for the prompt id after them."""
+        seq = self.seq
+        known = len(seq.prompt_logprobs)  # the first id has no logprob, but a place
+        wanted = seq.request.params.prompt_logprobs is not None
+        return range(
+            max(self.start, known - 1), min(self.start + self.count, seq.num_prompt_tokens - 1) if wanted else 0
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from engine.structured import Grammar
 
 
 class RequestError(Exception):
@@ -74,6 +78,8 @@ class Request:
     """Only requests of one salt share prefix blocks."""
     arrival: int = -1
     """Position in the order of arrival, given by the engine."""
+    grammar: Grammar | None = None
+    """What the text must match."""
     turn: float = 0.0
     """The arrival time in seconds, later by an allowance for each lower lane; given by the engine."""
     noise_seed: int = field(init=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, Model
+from engine.outputs import TokenLogprobs
 from engine.plan import Plan
-from engine.sampler import Row, Sampled, Sampler
+from engine.sampler import Row, Sampled, Sampler, token_logprobs
 from engine.sequence import Sequence
 from kernels.attention.base import AttentionBatch
 
@@ -73,7 +75,20 @@ class ModelRunner:
     def execute(self, plan: Plan) -> Sampled:
         batch = self.batch(plan)
         logits = self.model.forward(batch)
-        return self.sampler.sample(logits, [self._row(seq) for seq in plan.sampling])
+        rows = [self._row(seq) for seq in plan.sampling]
+        prompts = self._prompt_logprobs(plan, logits[len(rows) :])
+        return dataclasses.replace(self.sampler.sample(logits[: len(rows)], rows), prompt_logprobs=prompts)
+
+    def _prompt_logprobs(self, plan: Plan, logits: Tensor) -> tuple[tuple[TokenLogprobs, ...], ...]:
+        """Of the slices that want them, in order; `logits` are those of their `prompt_rows`."""
+        found, at = [], 0
+        for piece in plan.slices:
+            if rows := piece.prompt_rows:
+                values = logits[at : at + len(rows), : self.sampler.num_ids].log_softmax(-1)
+                at += len(rows)
+                tokens = piece.seq.tokens[rows.start + 1 : rows.stop + 1]
+                found.append(tuple(token_logprobs(values, tokens, piece.seq.request.params.prompt_logprobs or 0)))
+        return tuple(found)
 
     def forget(self, seq: Sequence) -> None:
         self.sampler.forget(seq.uid)
@@ -85,6 +100,7 @@ class ModelRunner:
         slots: list[int] = []
         cu_seqlens = [0]
         sample_rows: list[int] = []
+        prompt_rows: list[int] = []
         size = self.block_size
         for piece in plan.slices:
             seq, end = piece.seq, piece.start + piece.count
@@ -94,6 +110,7 @@ class ModelRunner:
             slots += [table[p // size] * size + p % size for p in range(piece.start, end)]
             cu_seqlens.append(len(ids))
             sample_rows += [len(ids) - 1] * len(piece.sampling)
+            prompt_rows += [cu_seqlens[-2] + position - piece.start for position in piece.prompt_rows]
         padding = self.bucket(len(ids)) - len(ids)
         attention = AttentionBatch(
             slots=torch.tensor(slots + [-1] * padding, dtype=torch.int64),
@@ -105,7 +122,7 @@ class ModelRunner:
         return Batch(
             token_ids=torch.tensor(ids + [0] * padding, dtype=torch.int64),
             attention=attention,
-            sample_rows=torch.tensor(sample_rows, dtype=torch.int64),
+            sample_rows=torch.tensor(sample_rows + prompt_rows, dtype=torch.int64),
         )
 
     def _row(self, seq: Sequence) -> Row:
@@ -117,4 +134,5 @@ class ModelRunner:
             num_prompt_tokens=seq.num_prompt_tokens,
             tokens=seq.tokens,
             eos_token_ids=self.eos_token_ids,
+            matcher=seq.matcher,
         )

@@ -1,7 +1,8 @@
 """Chooses the next id of each row, vectorised over the batch.
 
-Order: ids that the tokenizer lacks are cut off → logit_bias → repetition, frequency and presence penalties → ids banned
-by `min_tokens` → temperature → top_k → top_p → min_p → one draw. Temperature 0 takes the highest logit after the bans.
+Order: ids that the tokenizer lacks are cut off → logprobs are taken → logit_bias → repetition, frequency and presence
+penalties → what the grammar forbids → ids banned by `min_tokens` → temperature → top_k → top_p → min_p → one draw.
+Temperature 0 takes the highest logit after the bans.
 
 A draw inverts the cumulative distribution at one number in [0, 1) that depends on (seed, choice, position) alone, so
 that a row's neighbours, its place in the batch and a preemption don't matter. Filters become one threshold a row, and
@@ -17,7 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.outputs import Logprob, TokenLogprobs
 from engine.request import SamplingParams
+from engine.structured import Matcher, apply_masks
 
 _TOP = 256
 """How many of a row's highest logits are sorted to find a top_p edge before all of them are."""
@@ -37,6 +40,7 @@ class Row:
     tokens: list[int]
     """Prompt and output ids so far (read only)."""
     eos_token_ids: frozenset[int]
+    matcher: Matcher | None = None
 
     @property
     def position(self) -> int:
@@ -49,6 +53,10 @@ class Sampled:
     """One entry a row: the id, or None where the row's logits were not finite."""
 
     token_ids: tuple[int | None, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+    """None where not asked for."""
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    """For each slice that asked: those of the prompt ids after its rows."""
 
 
 class Sampler:
@@ -67,6 +75,8 @@ class Sampler:
         logits = logits[:, : self.num_ids]
         lowest, highest = torch.aminmax(logits, dim=-1)
         finite = (torch.isfinite(lowest) & torch.isfinite(highest)).tolist()
+        wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        raw = logits[wanted].log_softmax(-1) if wanted else None
         self._edit(logits, rows)
         columns = self._columns_of(rows)
         ids = logits.argmax(-1)
@@ -74,7 +84,12 @@ class Sampler:
             ids[columns.drawn] = _draw(logits[columns.drawn], columns, self._noise(rows, columns))
         chosen = tuple(i if ok else None for i, ok in zip(ids.tolist(), finite, strict=True))
         self._count(rows, chosen)
-        return Sampled(chosen)
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        for i, values in zip(wanted, raw if raw is not None else (), strict=True):
+            token = chosen[i]
+            if token is not None:
+                (logprobs[i],) = token_logprobs(values[None], [token], rows[i].params.logprobs or 0)
+        return Sampled(chosen, tuple(logprobs))
 
     def forget(self, uid: int) -> None:
         """A choice has ended: keep nothing of it."""
@@ -103,9 +118,18 @@ class Sampler:
                 logits[i, list(ids)] += torch.tensor(biases, device=self.device)
             if _penalised(params):
                 self._counts_of(row).penalise(logits[i], params)
-            if row.position < params.min_tokens:
-                banned = sorted(row.eos_token_ids | params.stop_token_ids)
-                logits[i, [b for b in banned if b < self.num_ids]] = -torch.inf
+        apply_masks(logits, {i: row.matcher for i, row in enumerate(rows) if row.matcher is not None})
+        for i, row in enumerate(rows):
+            if row.position < row.params.min_tokens:
+                self._ban(logits[i], row)
+
+    def _ban(self, logits: Tensor, row: Row) -> None:
+        """No end before `min_tokens`, unless the grammar allows nothing else."""
+        banned = [i for i in row.eos_token_ids | row.params.stop_token_ids if i < self.num_ids]
+        before = logits[banned].clone()
+        logits[banned] = -torch.inf
+        if row.matcher is not None and bool(logits.amax().isneginf()):
+            logits[banned] = before
 
     def _counts_of(self, row: Row) -> _Counts:
         counts = self._counts.get(row.uid)
@@ -242,6 +266,22 @@ class _Counts:
             logits.sub_(self.output, alpha=params.frequency_penalty)
         if params.presence_penalty:
             logits.sub_((self.output > 0).float(), alpha=params.presence_penalty)
+
+
+def token_logprobs(values: Tensor, tokens: Seq[int], top: int) -> list[TokenLogprobs]:
+    """For each row of log-probabilities `[R, ids]`: its token's and the `top` highest, equal ones by id."""
+    best, ids = values.topk(min(top, values.shape[-1]), dim=-1)
+    chosen = values.gather(-1, torch.tensor(tokens, device=values.device)[:, None]).squeeze(-1).tolist()
+    return [
+        TokenLogprobs(
+            Logprob(token, mine),
+            tuple(
+                Logprob(i, p)
+                for p, i in sorted(zip(best_row, id_row, strict=True), key=lambda pair: (-pair[0], pair[1]))
+            ),
+        )
+        for token, mine, best_row, id_row in zip(tokens, chosen, best.tolist(), ids.tolist(), strict=True)
+    ]
 
 
 _MASK = (1 << 64) - 1

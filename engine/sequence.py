@@ -21,7 +21,9 @@ import itertools
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from engine.outputs import TokenLogprobs
     from engine.request import Request
+    from engine.structured import Matcher
     from engine.text import TextStream
 
 
@@ -81,11 +83,14 @@ class Sequence:
         "finish_reason",
         "host_table",
         "index",
+        "logprobs",
+        "matcher",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_sent_tokens",
         "overtaken",
+        "prompt_logprobs",
         "request",
         "status",
         "stop",
@@ -117,6 +122,12 @@ class Sequence:
         self.block_hashes: list[bytes] = []
         """Memo of the chained hashes of the full blocks of `tokens`; a function of `tokens` alone."""
         self.text = text
+        self.logprobs: list[TokenLogprobs] = []
+        """One entry an output id, where asked for."""
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        """One entry a prompt id computed so far, where asked for."""
+        self.matcher: Matcher | None = request.grammar.matcher() if request.grammar is not None else None
+        """How far the text has come in its grammar."""
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop: str | int | None = None
@@ -143,10 +154,6 @@ class Sequence:
     @property
     def output_tokens(self) -> list[int]:
         return self.tokens[self.num_prompt_tokens :]
-
-    @property
-    def num_unsent_tokens(self) -> int:
-        return self.num_output_tokens - self.num_sent_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int], bool], str]
@@ -65,6 +66,13 @@ class TextStream:
     def __init__(self, decode: Decode, stops: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
         self._detokenizer = Detokenizer(decode, skip_special_tokens)
         self._stops = tuple(stops)
+        self._decoded = 0
+        """Characters decoded so far."""
+        self._emitted = 0
+        """Characters that are safe to send."""
+        self._starts: deque[int] = deque()
+        """Where the text of each id begins that `take` has not given out yet."""
+        self._over = False
         self._held = ""
         """Text that may be the beginning of a stop string."""
         self._sent: list[str] = []
@@ -75,7 +83,12 @@ class TextStream:
 
         With `stops_active` false nothing stops, and what was complete by then does not stop later either.
         """
+        self._starts.append(self._decoded)
         return self._search(self._detokenizer.push(token), stops_active)
+
+    def add_silent(self) -> None:
+        """Count one id that has no text and belongs to the end: an end-of-sequence or stop id."""
+        self._starts.append(self._decoded)
 
     def finish(self, stops_active: bool = True) -> str | None:
         """The last id is in: let go of everything withheld. Returns the stop string that this uncovers, if any."""
@@ -83,15 +96,23 @@ class TextStream:
         if stop is None:
             self._emit(self._held)
             self._held = ""
+            self._over = True
         return stop
 
-    def take(self) -> str:
-        """The text that became safe to send since the last call."""
+    def take(self) -> tuple[str, int]:
+        """(the text that became safe to send since the last call, how many ids it carries).
+
+        An id goes out with the first character of its text; at the end those without text do too. Ids whose text a stop
+        string has cut off entirely never go out, so that text, ids and all that comes with them end at the same place.
+        """
         text = "".join(self._unsent)
-        if text:
-            self._sent.append(text)
-            self._unsent.clear()
-        return text
+        self._sent.append(text)
+        self._unsent.clear()
+        count = 0
+        while self._starts and (self._over or self._starts[0] < self._emitted):
+            self._starts.popleft()
+            count += 1
+        return text, count
 
     @property
     def text(self) -> str:
@@ -101,10 +122,12 @@ class TextStream:
     def _emit(self, text: str) -> None:
         if text:
             self._unsent.append(text)
+            self._emitted += len(text)
 
     def _search(self, text: str, stops_active: bool) -> str | None:
         if not text:
             return None
+        self._decoded += len(text)
         if not self._stops:
             self._emit(text)
             return None

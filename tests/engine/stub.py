@@ -78,7 +78,7 @@ class StubRunner:
             self.pool[self._slots(piece.seq, end)[piece.start :]] = entries
         rows = [self._logits(piece.seq) for piece in plan.slices for _ in piece.sampling]
         if not rows:
-            return Sampled(())
+            return Sampled((), ())
         return self.sampler.sample(torch.stack(rows), [_row(seq) for seq in plan.sampling])
 
     def forget(self, seq: Sequence) -> None:
@@ -173,7 +173,10 @@ class Collector:
             mine = [d for d in self.deltas.get(last.request_id, []) if d.index == choice.index]
             assert "".join(d.text for d in mine) == choice.text
             assert tuple(i for d in mine for i in d.token_ids) == choice.token_ids
-        assert last.completion_tokens == sum(len(c.token_ids) for c in last.choices)
+            if choice.logprobs is not None:
+                assert [p.chosen.token_id for p in choice.logprobs] == list(choice.token_ids)
+                assert tuple(p for d in mine for p in d.logprobs or ()) == choice.logprobs
+        assert last.completion_tokens >= sum(len(c.token_ids) for c in last.choices)
 
 
 def run(engine: Engine, *requests: Request, limit: int = 10_000) -> dict[str, Finished]:

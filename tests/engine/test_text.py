@@ -27,12 +27,12 @@ def feed(stops: Sequence[str], *texts: str | bytes, min_tokens: int = 0) -> tupl
     sent = []
     for i in range(len(texts)):
         stop = stream.push(i, i + 1 >= min_tokens)
-        sent.append(stream.take())
+        sent.append(stream.take()[0])
         if stop is not None:
             break
     else:
         stop = stream.finish()
-        sent.append(stream.take())
+        sent.append(stream.take()[0])
     assert "".join(sent) == stream.text
     return sent, stop
 
@@ -57,7 +57,7 @@ def test_text_flows_through_endless_broken_bytes_in_linear_time() -> None:
     begin = time.perf_counter()
     for _ in range(20_000):
         stream.push(0)
-        gap = 0 if stream.take() else gap + 1
+        gap = 0 if stream.take()[0] else gap + 1
         longest_gap = max(longest_gap, gap)
     assert longest_gap < 10
     stream.push(1)
