@@ -99,6 +99,8 @@ class Decoder:
 
     def _logits(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
+        if not rows:
+            return x.new_empty((0, self.vocab_size), dtype=torch.float32)
         x = rms_norm(pad_rows(x, bucket(rows)), self.parameters.norm, self.config.eps)
         return self.parameters.head(x)[:rows].float()
 

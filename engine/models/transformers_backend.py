@@ -125,6 +125,8 @@ def _run(model: Any, batch: Batch, call: _Call) -> Tensor:
         tokenmill=call,
     )
     logits: Tensor = output.logits[0]
+    if logits.shape[0] != batch.sample_rows.shape[0]:
+        raise Unsupported("the model does not take `logits_to_keep`")
     return logits.float()
 
 

@@ -85,7 +85,7 @@ def test_two_threads_give_the_bits_of_one(loaded: LoadedModel) -> None:
     tokens = draw(loaded, LENGTH, 0)
     driver = Driver(loaded, 16, num_blocks=1024)
     want = driver.prefill(driver.add(tokens))
-    for chunks in ([1] * LENGTH, [3] * 15, [2, 43], [30, 15]):
+    for chunks in ([3] * 15, [1, 2, 42], [30, 15]):
         assert torch.equal(driver.prefill(driver.add(tokens), chunks), want)
     torch.set_num_threads(1)
     assert torch.equal(driver.prefill(driver.add(tokens)), want)

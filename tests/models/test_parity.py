@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.batch import Batch
 from engine.config import ModelOptions
 from engine.models.loading import LoadedModel, load_model
+from kernels.attention import AttentionBatch
 from tests.models.driver import Driver
 from tests.models.reference import Reference, near_ties
 from tests.models.tiny import FUSED, STOCK, Case, build_case
@@ -79,6 +81,18 @@ def test_mixed_batch(load: Load, case: Case) -> None:
     for row, length in zip(rows, lengths, strict=True):
         want, reference_logits = reference.generate(row.tokens[:length], NEW)
         near_ties(row.tokens[length:], want, reference_logits)
+
+
+@pytest.mark.parametrize("case", PREFIXED, ids=lambda case: case.name)
+def test_a_step_may_sample_nothing(load: Load, case: Case) -> None:
+    """A batch of unfinished chunks alone."""
+    loaded, _ = load(case)
+    driver = Driver(loaded)
+    attention = AttentionBatch(torch.tensor([0, 1]), torch.tensor([0, 1]), (0, 2), (2,), ((0,),))
+    out = driver.model.forward(Batch(torch.tensor([7, 8]), attention, torch.empty(0, dtype=torch.int64)))
+    assert out.shape == (0, loaded.vocab_size)
+    k, _ = driver.backend.read(0, (0,), 2)
+    assert k.isfinite().all()
 
 
 @pytest.mark.parametrize("case", PREFIXED, ids=lambda case: case.name)
