@@ -13,6 +13,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.pre_tokenizers import ByteLevel, Digits
 from tokenizers.pre_tokenizers import Sequence as PreTokenizers
@@ -143,7 +144,10 @@ class GgufFile:
             make, values = MistralConfig, values | {"sliding_window": window}
             if values.pop("attention_bias"):
                 raise Unsupported("biases next to a sliding window")
-        return make(**values)
+        try:
+            return make(**values)
+        except (ValueError, TypeError, StrictDataclassError) as error:
+            raise LoadError(f"the metadata of {self.path} makes no config: {error}") from error
 
     def tokenizer(self) -> Any:
         """A transformers tokenizer.

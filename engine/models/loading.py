@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from engine.batch import Model
@@ -148,25 +149,7 @@ def _load_fused(
 
 def _load_transformers(source: _Source, options: ModelOptions, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     transformers_backend.register()
-    extra: dict[str, Any] = {}
-    if source.gguf:
-        from transformers import GgufConfig
-
-        extra = {"gguf_file": source.gguf.path.name, "quantization_config": GgufConfig(dequantize=True)}
-    auto: Any = AutoModelForCausalLM
-    try:
-        model, info = auto.from_pretrained(
-            str(source.directory),
-            dtype=dtype,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told by name below instead
-            **extra,
-        )
-    except (ValueError, OSError, ImportError, RuntimeError, KeyError, TypeError) as error:
-        raise LoadError(f"transformers can't load {source.name}: {error}") from error
-    _check_keys(info)
-    model = model.to(device).eval()
+    model = _stock_model(source, dtype).to(device).eval()
     config = model.config
     max_model_len = _max_model_len(config.get_text_config(), options.max_model_len)
     try:
@@ -190,6 +173,29 @@ def _load_transformers(source: _Source, options: ModelOptions, dtype: torch.dtyp
         cache_shape=shape,
         make=lambda backend: transformers_backend.TransformersModel(model, backend),
     )
+
+
+def _stock_model(source: _Source, dtype: torch.dtype) -> Any:
+    """The model as transformers loads it, every tensor accounted for."""
+    extra: dict[str, Any] = {}
+    if source.gguf:
+        from transformers import GgufConfig
+
+        extra = {"gguf_file": source.gguf.path.name, "quantization_config": GgufConfig(dequantize=True)}
+    auto: Any = AutoModelForCausalLM
+    try:
+        model, info = auto.from_pretrained(
+            str(source.directory),
+            dtype=dtype,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told by name below instead
+            **extra,
+        )
+    except (ValueError, OSError, ImportError, RuntimeError, KeyError, TypeError) as error:
+        raise LoadError(f"transformers can't load {source.name}: {error}") from error
+    _check_keys(info)
+    return model
 
 
 def _check_keys(info: dict[str, Any]) -> None:
@@ -248,7 +254,7 @@ def _download(name: str) -> Path:
 def _read_config(directory: Path) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
         raise LoadError(f"the config in {directory} can't be read: {error}") from error
     return config
 

@@ -118,6 +118,24 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("change", [{"hidden_size": "wide"}, {"num_attention_heads": 5}, {"model_type": "unheard-of"}])
+def test_a_config_that_makes_no_sense_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    build(tmp_path)
+    edit_json(tmp_path / "config.json", **change)
+    with pytest.raises(LoadError, match="the config in"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("broken", ["{", None])
+def test_a_tokenizer_that_is_broken_or_not_there_is_refused(tmp_path: Path, broken: str | None) -> None:
+    build(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    if broken:
+        (tmp_path / "tokenizer.json").write_text(broken)
+    with pytest.raises(LoadError, match="tokenizer"):
+        load(tmp_path)
+
+
 class TestWhatTheFusedDecoderDoesNotKnow:
     def test_an_unknown_key_goes_to_transformers(self, tmp_path: Path) -> None:
         build(tmp_path)
