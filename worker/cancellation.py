@@ -5,14 +5,11 @@ from __future__ import annotations
 import threading
 
 import redis
-import structlog
 
-from producer.protocol.connection import REDIS_DOWN
 from producer.protocol.keys import Keys
 from worker.held import Held
+from worker.link import Contact, passing
 from worker.loop import Cancel, EngineLoop
-
-log = structlog.get_logger(__name__)
 
 _REASON_BYTES = 256
 
@@ -25,12 +22,20 @@ class Canceller:
     """
 
     def __init__(
-        self, client: redis.Redis, keys: Keys, held: Held, loop: EngineLoop, stop: threading.Event, poll_s: float
+        self,
+        client: redis.Redis,
+        keys: Keys,
+        held: Held,
+        loop: EngineLoop,
+        contact: Contact,
+        stop: threading.Event,
+        poll_s: float,
     ) -> None:
         self._client = client
         self._keys = keys
         self._held = held
         self._loop = loop
+        self._contact = contact
         self._stop = stop
         self._poll_s = poll_s
 
@@ -39,8 +44,10 @@ class Canceller:
         while not self._stop.wait(self._poll_s):
             try:
                 self.poll()
-            except REDIS_DOWN as error:
-                log.debug("cancel keys not read", error=str(error))
+            except redis.RedisError as error:
+                if not passing(error):
+                    raise
+                self._contact.failed("cancel", error)
 
     def poll(self) -> None:
         """One look at all cancel keys."""

@@ -13,7 +13,7 @@ from producer.protocol.errors import ErrorCode, JobError
 from producer.protocol.result import Status
 from producer.protocol.scripts import Scripts, Started, StartOptions, StartStatus
 from worker.held import Held, Job, new_nonce
-from worker.link import passing
+from worker.link import Contact, passing
 from worker.loop import EngineLoop
 from worker.results import Answer, gave_up
 
@@ -26,10 +26,11 @@ RETRY_SECONDS = 0.5
 class Gate:
     """Called by the engine, on its thread, with a client of its own that does not retry for long."""
 
-    def __init__(self, scripts: Scripts, held: Held, loop: EngineLoop) -> None:
+    def __init__(self, scripts: Scripts, held: Held, loop: EngineLoop, contact: Contact) -> None:
         self._scripts = scripts
         self._held = held
         self._loop = loop
+        self._contact = contact
         self.closed = False
         """While draining nothing new is started."""
 
@@ -60,7 +61,7 @@ class Gate:
         except redis.RedisError as error:
             if not passing(error):
                 raise
-            log.warning("redis_refuses", doing="start", error=str(error), jobs=len(jobs))
+            self._contact.failed("start", error)
             return False
         for job, started in zip(jobs, replies, strict=True):
             job.nonce = new_nonce()

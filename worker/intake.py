@@ -70,8 +70,7 @@ class Intake:
                     log.warning("group_missing", doing="create it at 0", error=str(error))
                     self._recreate()
                 elif passing(error):
-                    self._contact.lost()
-                    log.warning("redis_refuses", doing="read", error=str(error))
+                    self._contact.failed("read", error)
                 else:
                     raise
                 self._stop.wait(PAUSE_SECONDS)
@@ -178,7 +177,7 @@ class Intake:
         except JobError as error:
             job.callback = None
             self._loop.give(Answer.of(job.handle, error))
-        except Exception as error:
+        except BaseException as error:  # a panic of the Rust tokenizer is no Exception; it must not end the worker
             log.exception("job_unreadable", id=job.id)
             reason = JobError(ErrorCode.ENGINE_ERROR, f"the worker cannot read this job: {type(error).__name__}")
             self._loop.give(Answer.of(job.handle, JobError(reason.code, reason.message, retryable=False)))

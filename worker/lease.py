@@ -63,9 +63,8 @@ class Keeper:
             except redis.RedisError as error:
                 if not (passing(error) or no_group(error)):
                     raise
-                self._contact.lost()
+                self._contact.failed("renew", error)
                 self._renew_at = 0.0
-                log.warning("redis_refuses", doing="renew", error=str(error), held=len(self._held))
 
     def _check_engine(self) -> None:
         since = self._loop.step_since

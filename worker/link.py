@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 
 import redis
+import structlog
 from redis.exceptions import ClusterDownError, MasterDownError, OutOfMemoryError, ResponseError, TryAgainError
 
 from producer.protocol.connection import REDIS_DOWN
+
+log = structlog.get_logger()
 
 _PASSING = (*REDIS_DOWN, ClusterDownError, MasterDownError, OutOfMemoryError, TryAgainError)
 _WORDS = ("OOM", "LOADING", "BUSY", "MISCONF", "READONLY", "NOREPLICAS", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN")
@@ -51,17 +54,31 @@ class RedisClock:
 
 
 class Contact:
-    """Since when Redis has answered without a break; None while it does not."""
+    """Since when Redis has answered without a break. An outage is logged once, however many threads meet it."""
 
     def __init__(self) -> None:
         self._since: float | None = None
+        self._lost_at: float | None = None
 
     def ok(self) -> None:
+        """Redis answered."""
         if self._since is None:
             self._since = time.monotonic()
+            if self._lost_at is not None:
+                log.info("redis_back", after_seconds=round(self._since - self._lost_at, 1))
 
-    def lost(self) -> None:
+    def failed(self, doing: str, error: Exception) -> None:
+        """Redis could not do something now."""
+        if self._since is not None or self._lost_at is None:
+            self._lost_at = time.monotonic()
+            log.warning("redis_unreachable", doing=doing, error=str(error))
+        else:
+            log.debug("redis_unreachable", doing=doing, error=str(error))
         self._since = None
+
+    @property
+    def up(self) -> bool:
+        return self._since is not None
 
     def lasted(self) -> float:
         """Seconds of uninterrupted contact."""

@@ -1,7 +1,8 @@
 """The publisher's thread: what the engine says goes to Redis, all token events of a step in one command.
 
 Writes may be repeated at will: events carry explicit IDs, FINALISE is once-only. So an error of the connection is
-answered by trying again; a refusal by Redis tells whether the job was lost or only its stream.
+answered by trying again; a refusal by Redis tells whether the job was lost or only its stream. What is kept meanwhile
+is bounded by the jobs that run, since none is started while Redis is away.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from producer.protocol.scripts import (
     Why,
 )
 from worker.held import Chunk, Held, Job, new_nonce
-from worker.link import passing
+from worker.link import Contact, passing
 from worker.loop import Cancel, Drop, EngineLoop, Output
 from worker.results import Answer, Results, fault, gave_up
 
@@ -58,6 +59,7 @@ class Publisher:
         results: Results,
         held: Held,
         loop: EngineLoop,
+        contact: Contact,
         stop: threading.Event,
         retry: Callable[[Job, JobError], None],
     ) -> None:
@@ -66,6 +68,7 @@ class Publisher:
         self._results = results
         self._held = held
         self._loop = loop
+        self._contact = contact
         self._stop = stop
         self._retry = retry
         self._pending: dict[str, Job] = {}
@@ -87,7 +90,7 @@ class Publisher:
         except redis.RedisError as error:
             if not passing(error):
                 raise
-            log.warning("redis_refuses", doing="publish", error=str(error), pending=len(self._pending))
+            self._contact.failed("publish", error)
             return False
 
     # ── what comes in ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -186,7 +189,8 @@ class Publisher:
         elif refused.why is Why.GONE:
             self._start_again(job)
         else:
-            log.warning("redis_refuses", doing="publish", id=job.id, error=refused.last_id)
+            # Redis is full, most likely; FINALISE gets through all the same, and carries what is left.
+            self._contact.failed("publish", redis.ResponseError(refused.last_id))
             job.confirm(below=refused.n)
 
     def _finalise(self, job: Job, last: LastWord) -> None:

@@ -166,12 +166,18 @@ class Worker:
 
     def _serve(self, loaded: Loaded, loop: EngineLoop) -> Stop:
         """Start the other I/O threads and sleep until something asks for the end."""
-        self._gate = Gate(self._scripts(command_client(self.settings.redis, retries=1)), self.held, loop)
+        self._gate = Gate(self._scripts(command_client(self.settings.redis, retries=1)), self.held, loop, self._contact)
         loaded.engine.gate = self._gate
         sweeper = self._spawn_intake(loaded, loop)
         self._spawn_publisher(loaded, loop, sweeper)
         canceller = Canceller(
-            self._client(), self.keys, self.held, loop, self._stop_rest, self.settings.cancel_poll_ms / 1000
+            self._client(),
+            self.keys,
+            self.held,
+            loop,
+            self._contact,
+            self._stop_rest,
+            self.settings.cancel_poll_ms / 1000,
         )
         self._spawn("canceller", canceller.run)
         log.info("worker_ready", worker=self.name, model=loaded.translator.served[0])
@@ -243,7 +249,7 @@ class Worker:
                 sweeper.soon(delay)
 
         results = Results(loaded.translator.served[0], self.name, self._clock)
-        publisher = Publisher(scripts, results, self.held, loop, self._stop_publisher, retry)
+        publisher = Publisher(scripts, results, self.held, loop, self._contact, self._stop_publisher, retry)
         self._spawn("publisher", publisher.run)
 
     def _describe(self) -> dict[str, str | int]:
@@ -290,7 +296,7 @@ class Worker:
         for name in ("publisher", "intake", "keeper", "canceller"):
             self._join(name, 5.0)
         self._hand_back(lambda job: True)  # what the intake's last read brought
-        if self._keeper is not None:
+        if self._keeper is not None and self._contact.up:
             with contextlib.suppress(redis.RedisError):  # the key has a TTL, the consumer holds nothing
                 self._keeper.leave()
         for client in self._clients:
@@ -317,15 +323,21 @@ class Worker:
             if self._loop is not None:
                 self._loop.post(Drop(job.handle))
         scripts = self._scripts(command_client(self.settings.redis, retries=1))
-        handed = sum(self._yield(scripts, job, idle_ms=self.settings.lease_ms) for job in jobs)
+        handed = 0
+        for job in jobs:
+            if not self._yield(scripts, job, idle_ms=self.settings.lease_ms):
+                break  # with many jobs and a Redis that only times out, the end would never come
+            handed += 1
         log.info("jobs_handed_back", count=handed, of=len(jobs))
 
     def _yield(self, scripts: Scripts, job: Job, idle_ms: int) -> bool:
+        """False: Redis cannot be told, so the lease has to run out."""
         try:
-            return scripts.yield_(job.ref, idle_ms=idle_ms)
+            scripts.yield_(job.ref, idle_ms=idle_ms)
         except redis.RedisError as error:
-            log.warning("not_handed_back", id=job.id, error=str(error), then="its lease runs out")
+            log.warning("not_handed_back", id=job.id, error=str(error))
             return False
+        return True
 
     def _join(self, name: str, seconds: float) -> None:
         thread = self._threads.get(name)

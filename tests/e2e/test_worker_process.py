@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -134,10 +135,13 @@ def test_a_worker_paused_past_its_lease_writes_nothing_over_its_successor(queue:
 
 def test_sigterm_drains_and_the_process_exits_zero(queue: Queue, start: Start) -> None:
     worker = start(queue, FAKE_STEP="0.01")
-    job = running(queue)
+    job = running(queue, prompt="nobody's business")
     assert worker.stop() == Exit.OK
     assert queue.check_ending(job)["attempt"] == 1
     assert not queue.client.keys(queue.keys.worker("*"))
+    ends = [line for line in map(json.loads, worker.log.splitlines()) if line["event"] == "job_ended"]
+    assert [(line["id"], line["status"], line["completion_tokens"]) for line in ends] == [(job, "succeeded", 60)]
+    assert "nobody's business" not in worker.log
 
 
 def test_what_is_not_finished_in_time_is_handed_back_at_once(queue: Queue, start: Start) -> None:
@@ -201,6 +205,16 @@ def test_a_flushed_redis_costs_its_jobs_but_not_the_worker(own: Queue, start: St
     assert own.check_ending(other)["status"] == "succeeded"
     assert not own.client.exists(own.keys.result(job))
     assert worker.stop() == Exit.OK
+
+
+@pytest.mark.redis_server
+def test_sigterm_while_redis_is_away_ends_in_bounded_time(own: Queue, own_redis: RedisServer, start: Start) -> None:
+    worker = start(own, FAKE_STEP="0.05", drain_seconds="1")
+    running(own, max_tokens=200)
+    own_redis.kill()
+    worker.popen.terminate()
+    assert worker.wait(25) == Exit.OK
+    assert "not_handed_back" in worker.log
 
 
 @pytest.mark.redis_server

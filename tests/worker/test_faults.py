@@ -129,7 +129,7 @@ def test_nothing_is_swept_before_a_lease_of_unbroken_contact(queue: Queue) -> No
         contact.ok()
         assert sweeper.sweep(5) == []  # too short
         eventually(lambda: contact.lasted() > 0.2)
-        contact.lost()
+        contact.failed("read", redis.ConnectionError())
         contact.ok()
         assert sweeper.sweep(5) == []  # broken in between
         assert eventually(lambda: sweeper.sweep(5), 2)
@@ -169,3 +169,34 @@ def test_the_embedded_redis_dies_with_its_block() -> None:
         assert client.ping()
     with pytest.raises(redis.ConnectionError):
         client.ping()
+
+
+def test_an_outage_is_told_once_and_its_end_too() -> None:
+    contact = Contact()
+    with structlog.testing.capture_logs() as logs:
+        contact.ok()
+        for _ in range(5):
+            contact.failed("read", redis.ConnectionError("gone"))
+        contact.ok()
+        contact.ok()
+    told = [entry["event"] for entry in logs if entry["log_level"] != "debug"]
+    assert told == ["redis_unreachable", "redis_back"]
+
+
+def test_a_tokenizer_that_panics_costs_its_job_and_not_the_worker(queue: Queue) -> None:
+    class Panic(BaseException):
+        pass
+
+    with inside(queue) as worker:
+        encode = worker.model.tokenizer.encode
+
+        def panic(text: str) -> list[int]:
+            if text == "panic":
+                raise Panic("stack overflow")
+            return encode(text)
+
+        worker.model.tokenizer.encode = panic  # type: ignore[method-assign]
+        job = queue.add({"prompt": "panic", "max_tokens": 1})
+        error = queue.check_ending(job)["error"]
+        assert (error["code"], error["retryable"]) == ("engine_error", False)
+        assert queue.check_ending(queue.add({"prompt": "x", "max_tokens": 1}))["status"] == "succeeded"

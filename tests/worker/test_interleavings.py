@@ -40,7 +40,7 @@ FOR_EVER = 1e18
 @pytest.fixture
 def seeds(queue: Queue, request: pytest.FixtureRequest) -> int:
     """All of them on a real server; fakeredis is several times slower and gets a share."""
-    return SEEDS if "real" in request.node.callspec.id else SEEDS // 5
+    return SEEDS if "real" in request.node.callspec.id else SEEDS // 10
 
 
 class Shaky(Scripts):
@@ -92,16 +92,18 @@ class Parts:
         contact.ok()
         self.thief = Sweeper(self.scripts, self.held, contact, 0, 0)
         sweeper = Sweeper(self.scripts, self.held, contact, 30, 15)
-        engine.gate = Gate(self.scripts, self.held, self.loop)
+        engine.gate = Gate(self.scripts, self.held, self.loop, contact)
         self.intake = Intake(
             settings, self.scripts, queue.client, self.held, self.loop, translator, sweeper, clock, contact, Mailbox(),
             self.stop,
         )  # fmt: skip
         self.keeper = Keeper(settings, self.scripts, self.held, self.loop, clock, contact, self.stop, dict)
         self.keeper.sync_clock()
-        self.canceller = Canceller(queue.client, queue.keys, self.held, self.loop, self.stop, 0.05)
+        self.canceller = Canceller(queue.client, queue.keys, self.held, self.loop, contact, self.stop, 0.05)
         results = Results("stub", name, clock)
-        self.publisher = Publisher(self.scripts, results, self.held, self.loop, self.stop, lambda job, error: None)
+        self.publisher = Publisher(
+            self.scripts, results, self.held, self.loop, contact, self.stop, lambda job, error: None
+        )
 
     def read(self) -> None:
         room = self.held.wait_for_room(2, 0)
