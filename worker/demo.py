@@ -26,14 +26,14 @@ PROMPTS = {
     "gravity": "What is gravity? Answer in two sentences.",
     "haiku": "Write a haiku about the sea.",
     "capital": "What is the capital of France?",
-    "recipe": "How do I cook plain rice? Give me the steps.",
-    "story": "Tell me a very short story about a fox and a crow.",
+    "sum": "What is 2 + 2?",
     "primes": "List the first five prime numbers.",
-    "spanish": "How do you say 'good morning' in Spanish?",
-    "polite": "Rewrite this politely: 'Send me the report now.'",
-    "moon": "Why does the moon have phases?",
-    "python": "Write a Python function that adds two numbers.",
-    "advice": "Give me one tip for sleeping better.",
+    "picnic": "List three things to pack for a picnic.",
+    "greeting": "Say hello to a new colleague.",
+    "rainbow": "What is a rainbow?",
+    "cat": "Suggest a name for a black cat.",
+    "week": "How many days are in a week?",
+    "librarian": "What does a librarian do?",
 }
 MAX_TOKENS = 64
 
@@ -47,11 +47,15 @@ SEEN_BEFORE_CANCEL = 60
 FRAME = 0.1
 """Seconds between two looks at the rows."""
 SETTLE = 15.0
-"""Seconds that the worker has to say that all its blocks are free; it tells of itself every few seconds."""
+"""Seconds within which the worker must say that all its blocks are free."""
 
 
 class DemoError(RuntimeError):
     """The demo cannot go on; the message says why."""
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM came in."""
 
 
 def demo(
@@ -63,21 +67,19 @@ def demo(
 ) -> None:
     """Run a dozen chat prompts through a real worker, cancel one of them, and show what came of it."""
     console = Console()
-    signal.signal(signal.SIGTERM, _interrupt)
+    show = _Demo(console, model, time.monotonic() + timeout)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, show.interrupt)
     try:
-        complaints = _Demo(console, model, time.monotonic() + timeout).run(redis)
+        complaints = show.run(redis)
     except (DemoError, WorkerEnded, EmbeddedRedisError, RedisError) as error:
         complaints = [str(error)]
-    except KeyboardInterrupt:
+    except Interrupted:
         console.print("interrupted")
         raise typer.Exit(130) from None
     for complaint in complaints:
         console.print(f"not as it should be: {complaint}", style="red", markup=False, highlight=False)
     raise typer.Exit(1 if complaints else 0)
-
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 class _Demo:
@@ -87,6 +89,11 @@ class _Demo:
         self.deadline = deadline
         self.queue = f"demo-{secrets.token_hex(4)}"
         self.keys = Keys(self.queue)
+        self.interrupted = False
+
+    def interrupt(self, _signal: int, _frame: FrameType | None) -> None:
+        """A signal handler. It raises nothing: a process half started would be left behind."""
+        self.interrupted = True
 
     def run(self, url: str | None) -> list[str]:
         """The whole demo; returns what is not as it should be. Everything it started has ended then."""
@@ -94,18 +101,37 @@ class _Demo:
             where = "an embedded Redis" if url is None else redact(url)
             self.say(f"queue {self.queue} on {where}; starting a worker with {self.model}")
             url = url or stack.enter_context(embedded_redis())
-            options = ("--model", self.model, "--redis", url, "--queue", self.queue)
+            options = ("--model", self.model, "--redis", url, "--queue", self.queue, "--drain-seconds", "1")
             worker = stack.enter_context(worker_process(*options))
             self.redis = stack.enter_context(command_client(url))
             client = stack.enter_context(Client(url, queue=self.queue))
+            with self.console.status("loading the model"):
+                name = self.ready(worker)
             rows = self.converse(client, worker)
-            free, total = self.blocks(rows)
+            free, total = self.blocks(name)
             status = worker.stop()
         self.report(rows, free, total)
         return _complaints(rows, free, total, status)
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def ready(self, worker: WorkerProcess) -> bytes:
+        """Wait until the worker serves, so that the times below are those of requests; its key."""
+        while True:
+            for key in self.redis.scan_iter(match=self.keys.worker("*"), count=1000):
+                if self.redis.hget(key, "status") == b"ready":
+                    return bytes(key)
+            self.check(worker)
+            time.sleep(FRAME)
+
+    def check(self, worker: WorkerProcess) -> None:
+        """Give up when somebody asked for it, the worker is gone or the time is up."""
+        if self.interrupted:
+            raise Interrupted
+        worker.check()
+        if time.monotonic() > self.deadline:
+            raise DemoError(f"not finished in time; the end of the worker's log:\n{worker.last_words()}")
 
     def converse(self, client: Client, worker: WorkerProcess) -> list[Row]:
         """Submit everything, watch it, cancel one request once it has said something."""
@@ -116,9 +142,7 @@ class _Demo:
         view, endless, cancelled = View(self.console, rows), rows[-1], False
         with view.shown():
             while not all(row.ended for row in rows):
-                worker.check()
-                if time.monotonic() > self.deadline:
-                    raise DemoError(f"not finished in time; the end of the worker's log:\n{worker.last_words()}")
+                self.check(worker)
                 if not cancelled and len(endless.text) >= SEEN_BEFORE_CANCEL:
                     cancelled = True
                     self.redis.set(self.keys.cancel(jobs[-1].id), "seen enough", ex=CANCEL_TTL_S)
@@ -142,14 +166,15 @@ class _Demo:
             )
         return jobs, rows
 
-    def blocks(self, rows: list[Row]) -> tuple[int, int]:
-        """Free and total KV blocks of the worker once it says that nothing runs, or when its patience is over."""
-        key = self.keys.worker(next((row.worker for row in rows if row.worker), ""))
+    def blocks(self, key: bytes) -> tuple[int, int]:
+        """Free and total KV blocks, as the worker tells them after the last job has ended."""
+        seconds, micros = self.redis.time()
+        ended_ms = seconds * 1000 + micros // 1000
         until = min(self.deadline, time.monotonic() + SETTLE)
         while True:
-            told = {name.decode(): value for name, value in self.redis.hgetall(key).items()}
-            free, total = int(told.get("free_blocks", 0)), int(told.get("total_blocks", 0))
-            if (total and free == total) or time.monotonic() > until:
+            told = self.redis.hmget(key, ["updated_ms", "free_blocks", "total_blocks"])
+            updated_ms, free, total = (int(value or 0) for value in told)
+            if (updated_ms > ended_ms and total and free == total) or time.monotonic() > until:
                 return free, total
             time.sleep(FRAME)
 
@@ -169,7 +194,7 @@ def _follow(job: Job, row: Row) -> None:
         for event in job.stream():
             match event:
                 case StartEvent():
-                    row.restart(event.worker)
+                    row.restart()
                 case TokenEvent():
                     row.text += event.text
                 case FinalEvent(result=result):

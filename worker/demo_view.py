@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.live import Live
@@ -31,22 +31,23 @@ class Row:
 
     name: str
     question: str
-    state: str = "queued"
+    states: list[str] = field(default_factory=lambda: ["queued"])
+    """All so far; appended to last, so that whoever sees a state sees what goes with it."""
     text: str = ""
     tokens: int = 0
     """Output tokens, from the result."""
     first_token_ms: float | None = None
     """From the enqueueing to the first token, as the worker measured it."""
-    worker: str | None = None
     error: str | None = None
     started_at: float | None = None
     """`time.monotonic()` at the first sign of a worker."""
     ended_at: float = 0.0
 
-    def restart(self, worker: str) -> None:
+    def restart(self) -> None:
         """A worker begins the text."""
-        self.state, self.worker, self.text = "running", worker, ""
+        self.text = ""
         self.started_at = self.started_at or time.monotonic()
+        self.states.append("running")
 
     def end(self, state: str, result: Result) -> None:
         """The job has its result."""
@@ -55,12 +56,16 @@ class Row:
         self.text = result.text or self.text
         self.error = result.error.message if result.error else None
         self.ended_at = time.monotonic()
-        self.state = state
+        self.states.append(state)
 
     def lose(self, error: str) -> None:
         """Its stream cannot be followed any more."""
         self.error, self.ended_at = error, time.monotonic()
-        self.state = "lost"
+        self.states.append("lost")
+
+    @property
+    def state(self) -> str:
+        return self.states[-1]
 
     @property
     def ended(self) -> bool:
@@ -78,7 +83,8 @@ class View:
     def __init__(self, console: Console, rows: list[Row]) -> None:
         self._console = console
         self._rows = rows
-        self._seen = {row.name: row.state for row in rows}
+        self._printed = dict.fromkeys((row.name for row in rows), 0)
+        """How many states of each row, where lines are printed."""
         self._start = time.monotonic()
         self._live: Live | None = None
 
@@ -96,14 +102,13 @@ class View:
         if self._live is not None:
             self._live.refresh()
             return
+        seconds = time.monotonic() - self._start
         for row in self._rows:
-            if row.state != self._seen[row.name]:
-                self._seen[row.name] = row.state
-                seconds = time.monotonic() - self._start
-                text = f": {row.tail(90)}" if row.ended and row.text else ""
-                self._console.print(
-                    f"{seconds:6.1f}s  {row.name:<10} {row.state}{text}", markup=False, highlight=False, soft_wrap=True
-                )
+            for state in row.states[self._printed[row.name] :]:
+                self._printed[row.name] += 1
+                text = "" if state in ("queued", "running") else f": {row.tail(90)}"
+                line = f"{seconds:6.1f}s  {row.name:<10} {state}{text}"
+                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _table(self) -> Table:
         table = Table(expand=True, box=None, pad_edge=False)

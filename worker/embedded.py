@@ -33,7 +33,12 @@ def embedded_redis() -> Iterator[str]:
     """
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            [sys.executable, "-c", _SERVE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,  # Ctrl-C on a terminal is for the parent, which stops its worker first
         )
         try:
             yield f"redis://127.0.0.1:{_port(process, errors)}/0"
