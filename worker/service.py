@@ -290,7 +290,7 @@ class Worker:
         self._stop_engine.set()
         if self._loop is not None:
             self._loop.wake()
-        self._join("engine", 5.0 if drain else 0.5)
+        self._join("engine", 5.0 if drain and self._loop is not None else 0.5)
         self._stop_publisher.set()
         self._stop_rest.set()
         for name in ("publisher", "intake", "keeper", "canceller"):

@@ -119,7 +119,10 @@ class Settings(BaseModel):
         default=30, gt=0, description="A job whose worker shows no sign of life for so long is taken over."
     )
     sweep_seconds: float | None = Field(
-        default=None, gt=0, description="How often to look for jobs of dead workers. Default: half the lease."
+        default=None,
+        gt=0,
+        description="How often to look for jobs that were handed back or whose worker died. "
+        "Default: 2, or half a shorter lease.",
     )
     drain_seconds: float = Field(
         default=25, ge=0, description="After SIGTERM, how long running jobs may take before they are handed back."
@@ -143,8 +146,8 @@ class Settings(BaseModel):
 
     @property
     def sweep_every(self) -> float:
-        """Seconds between two sweeps."""
-        return self.lease_seconds / 2 if self.sweep_seconds is None else self.sweep_seconds
+        """Seconds between two sweeps: short, so that what another worker hands back does not lie idle."""
+        return min(2.0, self.lease_seconds / 2) if self.sweep_seconds is None else self.sweep_seconds
 
     @property
     def lease_ms(self) -> int:
