@@ -208,6 +208,18 @@ def test_a_flushed_redis_costs_its_jobs_but_not_the_worker(own: Queue, start: St
 
 
 @pytest.mark.redis_server
+def test_a_full_redis_still_gets_the_results_of_what_runs(own: Queue, start: Start) -> None:
+    worker = start(own, FAKE_STEP="0.02")
+    job = running(own, max_tokens=200)
+    own.client.config_set("maxmemory", "1mb")  # less than it uses already
+    result = own.check_ending(job)
+    assert (result["status"], result["attempt"]) == ("succeeded", 1)
+    own.client.config_set("maxmemory", "0")
+    assert own.check_ending(own.add({"prompt": "next", "max_tokens": 2}))["status"] == "succeeded"
+    assert worker.stop() == Exit.OK
+
+
+@pytest.mark.redis_server
 def test_sigterm_while_redis_is_away_ends_in_bounded_time(own: Queue, own_redis: RedisServer, start: Start) -> None:
     worker = start(own, FAKE_STEP="0.05", drain_seconds="1")
     running(own, max_tokens=200)
