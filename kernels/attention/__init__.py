@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from kernels.attention.base import AttentionBackend, AttentionBatch, CacheSpec
+from kernels.attention.cpu import CpuBackend
 from kernels.attention.reference import ReferenceBackend
 
 __all__ = ["AttentionBackend", "AttentionBatch", "CacheSpec", "backend_names", "get_backend"]
 
+log = logging.getLogger(__name__)
+
 _BACKENDS: dict[str, Callable[[CacheSpec], AttentionBackend]] = {
+    "cpu": CpuBackend,
     "reference": ReferenceBackend,
 }
 """Best first: `auto` takes the first one that accepts the spec."""
@@ -37,7 +42,11 @@ def _best(spec: CacheSpec) -> AttentionBackend:
     reasons = []
     for name, make in _BACKENDS.items():
         try:
-            return make(spec)
+            backend = make(spec)
         except ValueError as refused:
-            reasons.append(f"{name}: {refused}")
+            reasons.append(str(refused))
+            continue
+        if reasons:
+            log.info("attention runs on the %s backend: %s", name, "; ".join(reasons))
+        return backend
     raise ValueError(f"no attention backend runs {spec}: {'; '.join(reasons)}")

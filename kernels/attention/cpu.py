@@ -1,0 +1,176 @@
+"""Paged attention on x86 CPUs: C++ kernels (`kernels/csrc`) that read K and V in place.
+
+A block holds `[layer][KV head][page of 16 tokens][K, V]`, so that what one head reads of a block lies together. In a page
+
+    bf16   K [head_dim / 2][16][2], V [8][head_dim][2]: pairs for the CPU's bf16 dot product, which adds two at a time
+    fp32   K [head_dim][16],        V [16][head_dim]
+
+A row's bits depend on its sequence alone: `csrc/attention.h` says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from array import array
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kernels import native
+from kernels.attention.base import AttentionBackend, AttentionBatch, CacheSpec
+
+_PAGE = 16
+_MAX_DIM = 256
+_MAX_GROUP = 96
+
+_ids = itertools.count()
+
+
+class _Arrays:
+    """A batch as the library takes it; keeps alive what the structure points to."""
+
+    def __init__(self, batch: AttentionBatch) -> None:
+        tables = batch.block_tables
+        ends = itertools.accumulate(map(len, tables))
+        self._kept = tuple(
+            _ints(values)
+            for values in (
+                batch.cu_seqlens,
+                batch.context_lens,
+                itertools.chain.from_iterable(tables),
+                (0, *ends),
+            )
+        )
+        cu, contexts, flat, starts = (values.buffer_info()[0] for values in self._kept)
+        self.slots = batch.slots.contiguous()
+        self.batch = native.Batch(
+            next(_ids),
+            batch.num_sequences,
+            batch.num_rows,
+            batch.slots.shape[0],
+            cu,
+            contexts,
+            flat,
+            starts,
+            self.slots.data_ptr(),
+        )
+        self.pointer = ctypes.byref(self.batch)
+
+
+class CpuBackend(AttentionBackend):
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "cpu"
+    page_multiple: ClassVar[int] = _PAGE
+
+    def __init__(self, spec: CacheSpec) -> None:
+        super().__init__(spec)
+        if spec.device.type != "cpu":
+            raise ValueError(f"the cpu backend does not run on {spec.device}")
+        if spec.dtype not in native.DTYPES:
+            raise ValueError(f"the cpu backend has no {spec.dtype}")
+        if spec.head_dim % 16 or not 16 <= spec.head_dim <= _MAX_DIM:
+            raise ValueError(f"the cpu backend runs head sizes that are multiples of 16 up to {_MAX_DIM}")
+        library = native.library()
+        if library is None:
+            raise ValueError("the compiled kernels are not there")
+        self._library: Any = library
+        self._pool = torch.empty(0, dtype=torch.uint8)
+        self._cache = native.Cache()
+        self._cache_pointer = ctypes.byref(self._cache)
+        self._of: AttentionBatch | None = None
+        self._arrays: _Arrays | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        spec = self.spec
+        return spec.num_layers * 2 * spec.block_size * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+
+    def bind(self, pool: Tensor) -> None:
+        spec = self.spec
+        if not pool.is_contiguous() or pool.shape[1] != self.block_bytes:
+            raise ValueError(f"the pool must be contiguous, [blocks, {self.block_bytes}]")
+        self._pool = pool
+        # Blocks are far apart, and a layer reads little of each: with small pages every read misses the TLB.
+        self._library.tm_huge_pages(pool.data_ptr(), pool.numel())
+        self._cache = native.Cache(
+            pool.data_ptr(),
+            self.block_bytes,
+            spec.num_layers,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.block_size,
+            spec.dtype == torch.bfloat16,
+        )
+        self._cache_pointer = ctypes.byref(self._cache)
+
+    def write(self, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
+        k, v = _rows(k.to(self.spec.dtype)), _rows(v.to(self.spec.dtype))
+        self._library.tm_store(
+            self._cache_pointer,
+            self._enter(batch).pointer,
+            layer,
+            k.data_ptr(),
+            k.stride(0),
+            v.data_ptr(),
+            v.stride(0),
+            torch.get_num_threads(),
+        )
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        arrays = self._enter(batch)
+        heads = q.shape[1]
+        if heads % self.spec.num_kv_heads or heads > _MAX_GROUP * self.spec.num_kv_heads:
+            raise ValueError(f"{heads} query heads don't go with {self.spec.num_kv_heads} KV heads")
+        rows = _rows(q.to(self.spec.dtype))
+        out = torch.empty(q.shape, dtype=self.spec.dtype)
+        job = native.Attend(
+            layer, heads, window or 0, scale, softcap or 0.0, rows.data_ptr(), rows.stride(0), out.data_ptr()
+        )
+        self._library.tm_attend(self._cache_pointer, arrays.pointer, ctypes.byref(job), torch.get_num_threads())
+        return out.to(q.dtype)
+
+    def read(self, layer: int, block_table: tuple[int, ...], length: int) -> tuple[Tensor, Tensor]:
+        spec = self.spec
+        pages = spec.block_size // _PAGE
+        shape = (-1, spec.num_layers, spec.num_kv_heads, pages, 2, _PAGE * spec.head_dim)
+        stored = self._pool.view(spec.dtype).view(shape)[torch.tensor(block_table, dtype=torch.int64), layer]
+        stored = stored.transpose(1, 2).flatten(0, 1)  # [pages, kv_heads, 2, page]
+        if spec.dtype == torch.float32:
+            k = stored[:, :, 0].unflatten(-1, (spec.head_dim, _PAGE)).permute(0, 3, 1, 2)
+            v = stored[:, :, 1].unflatten(-1, (_PAGE, spec.head_dim)).permute(0, 2, 1, 3)
+        else:
+            k = stored[:, :, 0].unflatten(-1, (spec.head_dim // 2, _PAGE, 2)).permute(0, 3, 1, 2, 4).flatten(3)
+            v = stored[:, :, 1].unflatten(-1, (_PAGE // 2, spec.head_dim, 2)).permute(0, 2, 4, 1, 3).flatten(1, 2)
+        size = (-1, spec.num_kv_heads, spec.head_dim)
+        return k.reshape(size)[:length], v.reshape(size)[:length]
+
+    def _enter(self, batch: AttentionBatch) -> _Arrays:
+        """The arrays are made once a batch and shared by all layers."""
+        if batch is not self._of or self._arrays is None:
+            self._of, self._arrays = batch, _Arrays(batch)
+        return self._arrays
+
+
+def _rows(x: Tensor) -> Tensor:
+    """`x` (`[T, heads, head_dim]`) with a row's heads side by side, whatever the distance between rows."""
+    if x.stride(2) == 1 and x.stride(1) == x.shape[2]:
+        return x
+    return x.contiguous()
+
+
+def _ints(values: Iterable[int]) -> array[int]:
+    """int32, in memory that stays where it is."""
+    return array("i", values)

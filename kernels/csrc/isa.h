@@ -1,0 +1,20 @@
+// All kernels in the namespace TM_ISA, and the table of them. No standard library in here: its inline functions would be
+// compiled for this instruction set and might then serve other files.
+
+namespace tokenmill {
+namespace TM_ISA {
+
+// clang-format off: each builds on the ones before
+#include "simd.h"
+#include "attention.h"
+#include "ops.h"
+// clang-format on
+
+}  // namespace TM_ISA
+
+const Kernels TM_KERNELS = {
+    TM_ISA::attend,       TM_ISA::reduce,   TM_ISA::store_row, TM_ISA::write_row,
+    TM_ISA::add_rms_norm, TM_ISA::silu_mul,
+};
+
+}  // namespace tokenmill

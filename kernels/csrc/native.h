@@ -1,0 +1,92 @@
+// What the entry points (native.cpp) and the kernels, one build of them for each instruction set, share.
+
+#pragma once
+
+#include <cstdint>
+
+namespace tokenmill {
+
+constexpr int PAGE = 16;   // tokens; the unit of the layout
+constexpr int TILE = 128;  // keys whose softmax is summed at once; tiles begin at position 0 and add up in order
+constexpr int ITEM_ROWS = 96;
+constexpr int MAX_DIM = 256;
+constexpr int PART_HEADER = 16;  // floats before a partial sum: its maximum and its total
+
+/// The KV cache. A block holds [layer][kv head][page][K, V]; a page of 16 tokens is
+///   bf16: K [dim / 2][16][2], V [8][dim][2]: pairs that a dot product takes together lie side by side
+///   fp32: K [dim][16],        V [16][dim]
+struct Cache {
+    uint8_t* pool;
+    int64_t block_bytes;
+    int32_t layers, kv_heads, dim, block_size;
+    int32_t is_bf16;
+
+    int64_t page_bytes() const { return int64_t(2) * PAGE * dim * (is_bf16 ? 2 : 4); }
+    int64_t head_bytes() const { return page_bytes() * (block_size / PAGE); }
+    /// From a block's begin to a head's first page.
+    int64_t head_at(int layer, int head) const { return (int64_t(layer) * kv_heads + head) * head_bytes(); }
+};
+
+/// One batch, as `kernels.attention.base.AttentionBatch` describes it.
+struct Batch {
+    int64_t id;  // of the batch: plans are kept for it
+    int32_t sequences, rows, padded_rows;
+    const int32_t* cu;        // [sequences + 1]
+    const int32_t* contexts;  // [sequences]
+    const int32_t* tables;    // all block tables, one after the other
+    const int32_t* table_at;  // [sequences]: where each begins
+    const int64_t* slots;     // [padded_rows]
+};
+
+/// q, out: [rows][heads][dim], rows `q_stride` elements apart.
+struct Attend {
+    int32_t layer, heads, window;  // window 0: none
+    float scale, softcap;          // softcap 0: none
+    const void* q;
+    int64_t q_stride;
+    void* out;
+};
+
+/// Work that one thread does in one go: the query heads of one KV head for some tokens, over a run of key tiles.
+struct Item {
+    const int32_t* tokens;  // rows of the batch
+    int32_t num_tokens;
+    const int32_t* table;  // block table
+    int32_t head;          // KV head
+    int32_t tile_begin, tile_end;
+    bool partial;  // leave each tile's sums in `parts` rather than the result in `out`
+};
+
+struct Plan {
+    const Item* items;
+    int num_items;
+    const int32_t* positions;  // [rows]
+    const int64_t* part_at;    // [rows]: where the row's partial sums begin, in tiles; -1: it has none
+    float* parts;              // [tile][head][PART_HEADER + dim]
+};
+
+/// Rotation and norms that go before the write. `norm` weights may be null; so may `cos`.
+struct Write {
+    int32_t layer, heads;
+    void* qkv;  // [rows][heads + 2 * kv_heads][dim]; queries are rotated in place
+    int64_t stride;
+    const float *cos, *sin;  // [rows][dim / 2]
+    const void *q_norm, *k_norm;
+    float eps;
+};
+
+/// What an instruction set's build offers. A row is one of the batch, or one line of a matrix.
+struct Kernels {
+    void (*attend)(const Cache&, const Batch&, const Attend&, const Plan&, const Item&);
+    void (*reduce)(const Cache&, const Batch&, const Attend&, const Plan&, int row);
+    void (*store)(const Cache&, const Batch&, int layer, const void* k, int64_t k_stride, const void* v,
+                  int64_t v_stride, int row);
+    void (*write)(const Cache&, const Batch&, const Write&, int row);
+    void (*add_rms_norm)(const void* x, void* residual, const void* weight, void* out, int cols, float eps,
+                         bool is_bf16);
+    void (*silu_mul)(const void* gate_up, void* out, int cols, bool is_bf16);
+};
+
+extern const Kernels avx2_kernels, avx512_kernels, avx512_bf16_kernels;
+
+}  // namespace tokenmill

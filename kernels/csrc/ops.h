@@ -1,0 +1,122 @@
+// The small operations between matrix products, a row at a time. They round where the reference in kernels/ops.py
+// rounds. Included once for each instruction set, inside its namespace.
+
+/// A value as it would be after storing it.
+template <class T>
+INLINE F rounded(F x) {
+    T stored[16];
+    store(stored, x);
+    return load(stored);
+}
+
+/// 1 / rms of a row: lanes add up their columns in order, then the lanes.
+template <class T>
+INLINE F inverse_rms(const T* x, int cols, float eps) {
+    F sum = zero();
+    int i = 0;
+    for (; i + 16 <= cols; i += 16) sum = fma(load(x + i), load(x + i), sum);
+    if (i < cols) {
+        const F part = load_part(x + i, cols - i);
+        sum = fma(part, part, sum);
+    }
+    return set1(1.0f / __builtin_sqrtf(hsum(sum) / float(cols) + eps));
+}
+
+template <class T>
+INLINE void scale_row(const T* x, const T* weight, T* out, int cols, F scale) {
+    int i = 0;
+    for (; i + 16 <= cols; i += 16) store(out + i, mul(rounded<T>(mul(load(x + i), scale)), load(weight + i)));
+    if (i < cols)
+        store_part(out + i, mul(rounded<T>(mul(load_part(x + i, cols - i), scale)), load_part(weight + i, cols - i)),
+                   cols - i);
+}
+
+/// residual += x (unless x is null); out = norm(residual) * weight.
+template <class T>
+static void add_rms_norm_row(const T* x, T* residual, const T* weight, T* out, int cols, float eps) {
+    if (x) {
+        int i = 0;
+        for (; i + 16 <= cols; i += 16) store(residual + i, add(load(x + i), load(residual + i)));
+        if (i < cols)
+            store_part(residual + i, add(load_part(x + i, cols - i), load_part(residual + i, cols - i)), cols - i);
+    }
+    scale_row(residual, weight, out, cols, inverse_rms(residual, cols, eps));
+}
+
+static void add_rms_norm(const void* x, void* residual, const void* weight, void* out, int cols, float eps,
+                         bool is_bf16) {
+    if (is_bf16)
+        add_rms_norm_row(static_cast<const bf16*>(x), static_cast<bf16*>(residual), static_cast<const bf16*>(weight),
+                         static_cast<bf16*>(out), cols, eps);
+    else
+        add_rms_norm_row(static_cast<const float*>(x), static_cast<float*>(residual),
+                         static_cast<const float*>(weight), static_cast<float*>(out), cols, eps);
+}
+
+/// gate / (1 + e^-gate) * up.
+template <class T>
+INLINE F silu_mul16(F gate, F up) {
+    const F e = exp2<7>(mul(gate, set1(-LOG2E)));
+    return mul(rounded<T>(div(gate, add(e, set1(1.0f)))), up);
+}
+
+template <class T>
+static void silu_mul_row(const T* gate, T* out, int cols) {
+    const T* up = gate + cols;
+    int i = 0;
+    for (; i + 16 <= cols; i += 16) store(out + i, silu_mul16<T>(load(gate + i), load(up + i)));
+    if (i < cols)
+        store_part(out + i, silu_mul16<T>(load_part(gate + i, cols - i), load_part(up + i, cols - i)), cols - i);
+}
+
+static void silu_mul(const void* gate_up, void* out, int cols, bool is_bf16) {
+    if (is_bf16)
+        silu_mul_row(static_cast<const bf16*>(gate_up), static_cast<bf16*>(out), cols);
+    else
+        silu_mul_row(static_cast<const float*>(gate_up), static_cast<float*>(out), cols);
+}
+
+/// Rotates pairs (i, i + dim / 2) of one head.
+template <class T>
+INLINE void rotate(T* x, const float* cos, const float* sin, int dim) {
+    const int half = dim / 2;
+    for (int i = 0; i < half; i += 16) {
+        const int n = half - i < 16 ? half - i : 16;
+        const F c = n == 16 ? load(cos + i) : load_part(cos + i, n), s = n == 16 ? load(sin + i) : load_part(sin + i, n);
+        const F a = n == 16 ? load(x + i) : load_part(x + i, n);
+        const F b = n == 16 ? load(x + half + i) : load_part(x + half + i, n);
+        const F first = sub(mul(a, c), mul(b, s)), second = add(mul(b, c), mul(a, s));
+        if (n == 16) {
+            store(x + i, first);
+            store(x + half + i, second);
+        } else {
+            store_part(x + i, first, n);
+            store_part(x + half + i, second, n);
+        }
+    }
+}
+
+/// Norms and rotation of the queries and keys of a row in place, then K and V into the cache.
+template <class T>
+INLINE void write_row_as(const Cache& cache, const Batch& batch, const Write& job, int row) {
+    const int64_t slot = batch.slots[row];
+    if (slot < 0) return;
+    const int dim = cache.dim, half = dim / 2;
+    T* q = static_cast<T*>(job.qkv) + row * job.stride;
+    T* k = q + int64_t(job.heads) * dim;
+    T* v = k + int64_t(cache.kv_heads) * dim;
+    for (T* x = q; x < v; x += dim) {
+        const T* weight = static_cast<const T*>(x < k ? job.q_norm : job.k_norm);
+        if (weight) scale_row(x, weight, x, dim, inverse_rms(x, dim, job.eps));
+        if (job.cos) rotate(x, job.cos + int64_t(row) * half, job.sin + int64_t(row) * half, dim);
+    }
+    for (int head = 0; head < cache.kv_heads; head++)
+        store_head(cache, job.layer, head, slot, k + int64_t(head) * dim, v + int64_t(head) * dim);
+}
+
+static void write_row(const Cache& cache, const Batch& batch, const Write& job, int row) {
+    if (cache.is_bf16)
+        write_row_as<bf16>(cache, batch, job, row);
+    else
+        write_row_as<float>(cache, batch, job, row);
+}

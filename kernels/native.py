@@ -1,0 +1,138 @@
+"""The compiled kernels (`csrc/`), loaded through ctypes: a plain shared library, so that it builds without torch's headers
+and serves any version of torch.
+
+It links no OpenMP runtime. It starts its threads through the `GOMP_parallel` of the one that torch has loaded, and
+so shares torch's threads and `torch.set_num_threads`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+INSTRUCTION_SETS = ("none", "avx2", "avx512", "avx512_bf16")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Cache(Structure):
+    """`Cache` of csrc/native.h."""
+
+    _fields_ = (
+        ("pool", c_void_p),
+        ("block_bytes", c_int64),
+        ("layers", c_int32),
+        ("kv_heads", c_int32),
+        ("dim", c_int32),
+        ("block_size", c_int32),
+        ("is_bf16", c_int32),
+    )
+
+
+class Batch(Structure):
+    """`Batch` of csrc/native.h."""
+
+    _fields_ = (
+        ("id", c_int64),
+        ("sequences", c_int32),
+        ("rows", c_int32),
+        ("padded_rows", c_int32),
+        ("cu", c_void_p),
+        ("contexts", c_void_p),
+        ("tables", c_void_p),
+        ("table_at", c_void_p),
+        ("slots", c_void_p),
+    )
+
+
+class Attend(Structure):
+    """`Attend` of csrc/native.h."""
+
+    _fields_ = (
+        ("layer", c_int32),
+        ("heads", c_int32),
+        ("window", c_int32),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("q", c_void_p),
+        ("q_stride", c_int64),
+        ("out", c_void_p),
+    )
+
+
+class Write(Structure):
+    """`Write` of csrc/native.h."""
+
+    _fields_ = (
+        ("layer", c_int32),
+        ("heads", c_int32),
+        ("qkv", c_void_p),
+        ("stride", c_int64),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("eps", c_float),
+    )
+
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "tm_choose": (c_int,),
+    "tm_set_parallel": (c_void_p,),
+    "tm_huge_pages": (c_void_p, c_int64),
+    "tm_attend": (POINTER(Cache), POINTER(Batch), POINTER(Attend), c_int),
+    "tm_store": (POINTER(Cache), POINTER(Batch), c_int, c_void_p, c_int64, c_void_p, c_int64, c_int),
+    "tm_write": (POINTER(Cache), POINTER(Batch), POINTER(Write), c_int),
+    "tm_add_rms_norm": (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float, c_int, c_int),
+    "tm_silu_mul": (c_void_p, c_void_p, c_int, c_int, c_int, c_int),
+}
+
+
+@cache
+def library() -> Any | None:
+    """The library, ready to use; None where it was not built or the CPU lacks AVX2 (said once in the log)."""
+    path = _path()
+    if path is None:
+        log.info("the compiled kernels are not installed; attention and small operations run in torch")
+        return None
+    found = ctypes.CDLL(str(path))
+    for name, arguments in _SIGNATURES.items():
+        getattr(found, name).argtypes = arguments
+        getattr(found, name).restype = c_int if name in ("tm_choose", "tm_huge_pages") else None
+    if not found.tm_choose(len(INSTRUCTION_SETS)):
+        log.info("the compiled kernels need a CPU with AVX2; attention and small operations run in torch")
+        return None
+    parallel = _gomp_parallel()
+    if parallel is None:
+        log.warning("torch's OpenMP runtime was not found; the compiled kernels run on one thread")
+    found.tm_set_parallel(parallel)
+    return found
+
+
+def instruction_set() -> str:
+    """Which build of the kernels runs here: one of `INSTRUCTION_SETS`."""
+    found = library()
+    return INSTRUCTION_SETS[found.tm_choose(len(INSTRUCTION_SETS))] if found else "none"
+
+
+def _path() -> Path | None:
+    folder = Path(__file__).parent
+    return next((p for suffix in EXTENSION_SUFFIXES if (p := folder / f"_native{suffix}").is_file()), None)
+
+
+def _gomp_parallel() -> int | None:
+    """The address of torch's `GOMP_parallel`: searched in libtorch_cpu and what it depends on, so never another's."""
+    torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        function = ctypes.CDLL(str(torch_cpu)).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    return ctypes.cast(function, c_void_p).value
