@@ -22,7 +22,7 @@ help: ## this list
 
 install: $(STAMP) ## create .venv with everything in it (a repeat does nothing)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(wildcard kernels/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "tokenmill needs Python 3.11 or newer; name one with make PYTHON=..." >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \

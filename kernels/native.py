@@ -1,5 +1,5 @@
-"""The compiled kernels (`csrc/`), loaded through ctypes: a plain shared library, so that it builds without torch's headers
-and serves any version of torch.
+"""The compiled kernels (`csrc/`), loaded through ctypes: a plain shared library, so that it builds without torch's
+headers and serves any version of torch.
 
 It links no OpenMP runtime. It starts its threads through the `GOMP_parallel` of the one that torch has loaded, and
 so shares torch's threads and `torch.set_num_threads`.
@@ -84,7 +84,11 @@ class Write(Structure):
     )
 
 
+_VERSION = 1
+"""Of the functions and structures; in csrc/native.cpp too."""
+_RETURN_INT = ("tm_version", "tm_choose", "tm_huge_pages")
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "tm_version": (),
     "tm_choose": (c_int,),
     "tm_set_parallel": (c_void_p,),
     "tm_huge_pages": (c_void_p, c_int64),
@@ -97,24 +101,34 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 @cache
-def library() -> Any | None:
-    """The library, ready to use; None where it was not built or the CPU lacks AVX2 (said once in the log)."""
+def _load() -> tuple[Any | None, str]:
+    """The library, ready to use, or None and why."""
     path = _path()
     if path is None:
-        log.info("the compiled kernels are not installed; attention and small operations run in torch")
-        return None
+        return None, "the compiled kernels are not installed"
     found = ctypes.CDLL(str(path))
     for name, arguments in _SIGNATURES.items():
         getattr(found, name).argtypes = arguments
-        getattr(found, name).restype = c_int if name in ("tm_choose", "tm_huge_pages") else None
+        getattr(found, name).restype = c_int if name in _RETURN_INT else None
+    if found.tm_version() != _VERSION:
+        return None, "the compiled kernels are of another version: install the package again"
     if not found.tm_choose(len(INSTRUCTION_SETS)):
-        log.info("the compiled kernels need a CPU with AVX2; attention and small operations run in torch")
-        return None
+        return None, "the compiled kernels need a CPU with AVX2"
     parallel = _gomp_parallel()
     if parallel is None:
-        log.warning("torch's OpenMP runtime was not found; the compiled kernels run on one thread")
+        log.warning("torch's OpenMP runtime was not found: the compiled kernels run on one thread")
     found.tm_set_parallel(parallel)
-    return found
+    return found, ""
+
+
+def library() -> Any | None:
+    """The library; None where it was not built or the CPU lacks AVX2."""
+    return _load()[0]
+
+
+def missing() -> str:
+    """Why there is no library; empty if there is."""
+    return _load()[1]
 
 
 def instruction_set() -> str:

@@ -1,48 +1,77 @@
-"""The small operations between the matrix products. Each treats every row alone, in an order that depends on nothing
-else.
+"""The small operations between the matrix products: one pass over memory each where the compiled kernels run, else
+torch.
 
-`torch.nn.functional.silu` and `sigmoid` don't: elements at the end of a thread's share go through a scalar `exp` that
-rounds differently. `torch.exp` has one path for all elements.
+Each treats every row alone, in an order that depends on nothing else. They round where `kernels.ops_reference` rounds;
+only sums and `exp` differ in their last bits.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from kernels import native
+from kernels import ops_reference as reference
+from kernels.ops_reference import rotary
+
+__all__ = ["add_rms_norm", "rms_norm", "rotary", "silu_mul"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / rms(x) * weight` over the last dimension, in fp32 up to the product with `weight` (Zhang, Sennrich 2019)."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+    library = _library(x, weight)
+    if library is None:
+        return reference.rms_norm(x, weight, eps)
+    out = torch.empty_like(x)
+    _norm(library, None, x, weight, out, eps)
+    return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of `x + residual`, and that sum."""
-    residual = x + residual
-    return rms_norm(residual, weight, eps), residual
-
-
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + head_dim / 2) of `x` (Su et al. 2021, in the layout of the Hugging Face checkpoints).
-
-    Args:
-        x: `[T, heads, head_dim]`.
-        cos, sin: fp32 `[T, head_dim / 2]`.
-    """
-    half = x.shape[-1] // 2
-    cos, sin = cos[:, None], sin[:, None]
-    first, second = x[..., :half].float(), x[..., half:].float()
+    """The norm of `x + residual`, and that sum, which may have taken the place of `residual`."""
+    library = _library(x, residual, weight)
+    if library is None:
+        return reference.add_rms_norm(x, residual, weight, eps)
     out = torch.empty_like(x)
-    out[..., :half] = first * cos - second * sin
-    out[..., half:] = second * cos + first * sin
-    return out
+    _norm(library, x, residual, weight, out, eps)
+    return out, residual
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up`, for `gate_up` of shape `[T, 2 * intermediate]`, gate first."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    wide = gate.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    wide.div_(torch.neg(wide).exp_().add_(1))
-    return wide.to(gate_up.dtype) * up
+    library = _library(gate_up)
+    if library is None:
+        return reference.silu_mul(gate_up)
+    rows, cols = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty((rows, cols))
+    bf16 = gate_up.dtype == torch.bfloat16
+    library.tm_silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, cols, bf16, torch.get_num_threads())
+    return out
+
+
+def _norm(library: Any, x: Tensor | None, residual: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
+    cols = weight.shape[0]
+    library.tm_add_rms_norm(
+        None if x is None else x.data_ptr(),
+        residual.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        out.numel() // cols,
+        cols,
+        eps,
+        out.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+
+
+def _library(*tensors: Tensor) -> Any | None:
+    """The compiled kernels, if they take these tensors."""
+    dtype = tensors[0].dtype
+    if dtype not in native.DTYPES:
+        return None
+    for x in tensors:
+        if x.dtype != dtype or x.device.type != "cpu" or not x.is_contiguous():
+            return None
+    return native.library()

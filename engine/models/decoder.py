@@ -17,7 +17,7 @@ from engine.batch import Batch
 from engine.models.config import DecoderConfig
 from kernels.attention.base import AttentionBackend
 from kernels.linear import Linear, bucket, pad_rows
-from kernels.ops import add_rms_norm, rms_norm, rotary, silu_mul
+from kernels.ops import add_rms_norm, rms_norm, silu_mul
 
 
 class Tensors(Protocol):
@@ -86,15 +86,12 @@ class Decoder:
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
         qkv = layer.qkv(x).view(-1, heads + 2 * kv_heads, config.head_dim)
-        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
+        norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = rms_norm(q, layer.q_norm, config.eps), rms_norm(k, layer.k_norm, config.eps)
-        if config.rotary[index]:
-            q, k = rotary(q, cos, sin), rotary(k, cos, sin)
-        self.backend.write(index, k, v, batch.attention)
-        out = self.backend.attend(
-            index, q.contiguous(), batch.attention, scale=self._scale, window=config.windows[index]
-        )
+            norms = layer.q_norm, layer.k_norm, config.eps
+        rotation = (cos, sin) if config.rotary[index] else None
+        q = self.backend.write_rotated(index, qkv, batch.attention, norms=norms, rotation=rotation)
+        out = self.backend.attend(index, q, batch.attention, scale=self._scale, window=config.windows[index])
         return layer.out(out.view(-1, heads * config.head_dim))
 
     def _logits(self, x: Tensor) -> Tensor:

@@ -47,6 +47,6 @@ def _best(spec: CacheSpec) -> AttentionBackend:
             reasons.append(str(refused))
             continue
         if reasons:
-            log.info("attention runs on the %s backend: %s", name, "; ".join(reasons))
+            log.warning("attention runs on the %s backend: %s", name, "; ".join(reasons))
         return backend
     raise ValueError(f"no attention backend runs {spec}: {'; '.join(reasons)}")

@@ -14,6 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kernels.ops_reference import rms_norm, rotary
+
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
@@ -84,6 +86,35 @@ class AttentionBackend(ABC):
     @abstractmethod
     def write(self, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
         """Store `k` and `v` (`[T, kv_heads, head_dim]`) at `batch.slots`; padding rows are skipped."""
+
+    def write_rotated(
+        self,
+        layer: int,
+        qkv: Tensor,
+        batch: AttentionBatch,
+        *,
+        norms: tuple[Tensor, Tensor, float] | None = None,
+        rotation: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Normalise and rotate queries and keys, and store K and V.
+
+        Args:
+            qkv: `[T, heads + 2 * kv_heads, head_dim]`, contiguous; may be overwritten.
+            norms: weights of the queries' and the keys' RMSNorm, each `[head_dim]`, and its epsilon.
+            rotation: cos and sin, each fp32 `[T, head_dim / 2]`.
+
+        Returns:
+            The queries, `[T, heads, head_dim]`, for `attend`; what padding rows hold is not defined.
+        """
+        kv_heads = self.spec.num_kv_heads
+        q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        if norms is not None:
+            q_weight, k_weight, eps = norms
+            q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+        if rotation is not None:
+            q, k = rotary(q, *rotation), rotary(k, *rotation)
+        self.write(layer, k, v, batch)
+        return q.contiguous()
 
     @abstractmethod
     def attend(

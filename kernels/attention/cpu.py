@@ -1,6 +1,7 @@
 """Paged attention on x86 CPUs: C++ kernels (`kernels/csrc`) that read K and V in place.
 
-A block holds `[layer][KV head][page of 16 tokens][K, V]`, so that what one head reads of a block lies together. In a page
+A block holds `[layer][KV head][page of 16 tokens][K, V]`, so that what one head reads of a block lies together. In a
+page
 
     bf16   K [head_dim / 2][16][2], V [8][head_dim][2]: pairs for the CPU's bf16 dot product, which adds two at a time
     fp32   K [head_dim][16],        V [16][head_dim]
@@ -76,7 +77,7 @@ class CpuBackend(AttentionBackend):
             raise ValueError(f"the cpu backend runs head sizes that are multiples of 16 up to {_MAX_DIM}")
         library = native.library()
         if library is None:
-            raise ValueError("the compiled kernels are not there")
+            raise ValueError(native.missing())
         self._library: Any = library
         self._pool = torch.empty(0, dtype=torch.uint8)
         self._cache = native.Cache()
@@ -120,6 +121,35 @@ class CpuBackend(AttentionBackend):
             torch.get_num_threads(),
         )
 
+    def write_rotated(
+        self,
+        layer: int,
+        qkv: Tensor,
+        batch: AttentionBatch,
+        *,
+        norms: tuple[Tensor, Tensor, float] | None = None,
+        rotation: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        heads = qkv.shape[1] - 2 * self.spec.num_kv_heads
+        if qkv.dtype != self.spec.dtype or not qkv.is_contiguous():
+            return super().write_rotated(layer, qkv, batch, norms=norms, rotation=rotation)
+        cos, sin = rotation or (None, None)
+        q_weight, k_weight, eps = norms or (None, None, 0.0)
+        job = native.Write(
+            layer,
+            heads,
+            qkv.data_ptr(),
+            qkv.stride(0),
+            None if cos is None else cos.data_ptr(),
+            None if sin is None else sin.data_ptr(),
+            None if q_weight is None else q_weight.data_ptr(),
+            None if k_weight is None else k_weight.data_ptr(),
+            eps,
+        )
+        pointer = self._enter(batch).pointer
+        self._library.tm_write(self._cache_pointer, pointer, ctypes.byref(job), torch.get_num_threads())
+        return qkv[:, :heads]
+
     def attend(
         self,
         layer: int,
@@ -148,12 +178,13 @@ class CpuBackend(AttentionBackend):
         shape = (-1, spec.num_layers, spec.num_kv_heads, pages, 2, _PAGE * spec.head_dim)
         stored = self._pool.view(spec.dtype).view(shape)[torch.tensor(block_table, dtype=torch.int64), layer]
         stored = stored.transpose(1, 2).flatten(0, 1)  # [pages, kv_heads, 2, page]
+        front = stored.shape[:2]
         if spec.dtype == torch.float32:
-            k = stored[:, :, 0].unflatten(-1, (spec.head_dim, _PAGE)).permute(0, 3, 1, 2)
-            v = stored[:, :, 1].unflatten(-1, (_PAGE, spec.head_dim)).permute(0, 2, 1, 3)
+            k = stored[:, :, 0].reshape(*front, spec.head_dim, _PAGE).permute(0, 3, 1, 2)
+            v = stored[:, :, 1].reshape(*front, _PAGE, spec.head_dim).permute(0, 2, 1, 3)
         else:
-            k = stored[:, :, 0].unflatten(-1, (spec.head_dim // 2, _PAGE, 2)).permute(0, 3, 1, 2, 4).flatten(3)
-            v = stored[:, :, 1].unflatten(-1, (_PAGE // 2, spec.head_dim, 2)).permute(0, 2, 4, 1, 3).flatten(1, 2)
+            k = stored[:, :, 0].reshape(*front, spec.head_dim // 2, _PAGE, 2).permute(0, 3, 1, 2, 4)
+            v = stored[:, :, 1].reshape(*front, _PAGE // 2, spec.head_dim, 2).permute(0, 2, 4, 1, 3)
         size = (-1, spec.num_kv_heads, spec.head_dim)
         return k.reshape(size)[:length], v.reshape(size)[:length]
 

@@ -201,6 +201,9 @@ class Planner {
 
 using namespace tokenmill;
 
+/// Of the functions and structures here; kernels/native.py names the one it was written for.
+API int tm_version() { return 1; }
+
 /// Picks the kernels: 3 AVX-512 with bf16 products, 2 AVX-512, 1 AVX2; at most `limit`. Returns the one picked; 0: none.
 API int tm_choose(int limit) {
     chosen = nullptr;

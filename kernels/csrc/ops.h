@@ -56,7 +56,7 @@ static void add_rms_norm(const void* x, void* residual, const void* weight, void
 /// gate / (1 + e^-gate) * up.
 template <class T>
 INLINE F silu_mul16(F gate, F up) {
-    const F e = exp2<7>(mul(gate, set1(-LOG2E)));
+    const F e = exp2<7>(min(set1(200.0f), mul(gate, set1(-LOG2E))));
     return mul(rounded<T>(div(gate, add(e, set1(1.0f)))), up);
 }
 

@@ -19,8 +19,9 @@ INLINE F sub(F x, F y) { return _mm512_sub_ps(x, y); }
 INLINE F mul(F x, F y) { return _mm512_mul_ps(x, y); }
 INLINE F div(F x, F y) { return _mm512_div_ps(x, y); }
 INLINE F fma(F x, F y, F z) { return _mm512_fmadd_ps(x, y, z); }
-/// x where one of the two is NaN... is y: the second operand wins, so put what may be NaN there.
+/// Of max and min: if either is NaN the result is y, so that what may be NaN goes second.
 INLINE F max(F x, F y) { return _mm512_max_ps(x, y); }
+INLINE F min(F x, F y) { return _mm512_min_ps(x, y); }
 INLINE float hsum(F x) { return _mm512_reduce_add_ps(x); }
 INLINE float hmax(F x) { return _mm512_reduce_max_ps(x); }
 INLINE U load_u(const void* p) { return _mm512_loadu_si512(p); }
@@ -83,6 +84,7 @@ INLINE F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b
 INLINE F div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
 INLINE F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 INLINE F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+INLINE F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
 INLINE float hsum(F x) {
     const __m256 s = _mm256_add_ps(x.a, x.b);
     __m128 t = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
@@ -151,7 +153,7 @@ INLINE F round_whole(F x) {
 
 #endif
 
-/// 2^x; 0 for -infinity, NaN for NaN. Terms of the Taylor series on [-1/2, 1/2]: with 7 the error is below 2^-26,
+/// 2^x for x below 2^127; 0 for -infinity, NaN for NaN. Terms of the Taylor series on [-1/2, 1/2]: with 7 the error is below 2^-26,
 /// with 5 below 2^-18 (the first term left out: (ln 2 / 2)^(k + 1) / (k + 1)!).
 template <int TERMS>
 INLINE F exp2(F x) {
@@ -175,7 +177,7 @@ constexpr float LOG2E = 1.44269504f;
 
 /// tanh(x) = 1 - 2 / (e^2x + 1).
 INLINE F tanh(F x) {
-    return sub(set1(1.0f), div(set1(2.0f), add(exp2<7>(mul(x, set1(2.0f * LOG2E))), set1(1.0f))));
+    return sub(set1(1.0f), div(set1(2.0f), add(exp2<7>(min(set1(200.0f), mul(x, set1(2.0f * LOG2E)))), set1(1.0f))));
 }
 
 /// The first n < 16 elements, the rest 0: ends of rows.

@@ -77,8 +77,8 @@ class Cache:
     def bound(self, s: int, softcap: float | None = None, rounded_weights: bool = False) -> float:
         """How far rounding can move an output of sequence `s` from the oracle's, to first order.
 
-        With u = 2^-24: a score is a sum of D products, so off by at most (D + 2) u |q| |k| scale, and a soft-cap adds an
-        absolute cap * 2^-21 (a tanh made of one division). An error e in scores moves the weights by a factor e^±e
+        With u = 2^-24: a score is a sum of D products, so off by at most (D + 2) u |q| |k| scale, and a soft-cap adds
+        an absolute cap * 2^-21 (a tanh made of one division). An error e in scores moves the weights by a factor e^±e
         above and below the fraction line, and exp itself by 4 u; the weighted sum and the total add up one term after
         the other, within a tile and over tiles. An output is a mean of V under these weights, so all of it is relative
         to the largest |V|. bf16 (u = 2^-8) rounds the output, and the weights where `rounded_weights`, whose exp is

@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
+
+from kernels import native
 from tests.models.conftest import one_thread, two_threads
 
 __all__ = ["one_thread", "two_threads"]
+
+
+@pytest.fixture(params=native.INSTRUCTION_SETS[1:])
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    library, wanted = native.library(), native.INSTRUCTION_SETS.index(request.param)
+    assert library is not None
+    if library.tm_choose(wanted) != wanted:
+        library.tm_choose(len(native.INSTRUCTION_SETS))
+        pytest.skip(f"this CPU has no {request.param}")
+    yield request.param
+    library.tm_choose(len(native.INSTRUCTION_SETS))

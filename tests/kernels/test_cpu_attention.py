@@ -1,11 +1,10 @@
-"""The C++ attention, in each of its builds that this CPU runs: against the oracle, and its bits against everything else."""
+"""The C++ attention, each build that this CPU runs: against the oracle, and its bits in every kind of batch."""
 
 from __future__ import annotations
 
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,20 +15,9 @@ from kernels.attention import AttentionBatch, CacheSpec, get_backend
 from tests.kernels.cache import Cache
 
 CPU = torch.device("cpu")
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = native.DTYPES
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled kernels are not there")
-
-
-@pytest.fixture(params=native.INSTRUCTION_SETS[1:])
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    library, wanted = native.library(), native.INSTRUCTION_SETS.index(request.param)
-    assert library is not None
-    if library.tm_choose(wanted) != wanted:
-        library.tm_choose(len(native.INSTRUCTION_SETS))
-        pytest.skip(f"this CPU has no {request.param}")
-    yield request.param
-    library.tm_choose(len(native.INSTRUCTION_SETS))
 
 
 def make(
@@ -203,7 +191,7 @@ def test_what_it_cannot_run_goes_to_another_backend(
 ) -> None:
     with pytest.raises(ValueError, match=reason):
         get_backend("cpu", spec)
-    with caplog.at_level("INFO", "kernels.attention"):
+    with caplog.at_level("WARNING", "kernels.attention"):
         assert get_backend("auto", spec).name == "reference"
     (record,) = caplog.records
     assert "reference backend" in record.message

@@ -67,7 +67,7 @@ def test_small_operations_equal_their_formulas() -> None:
     x, y, weight = torch.randn(5, 3, 16), torch.randn(5, 3, 16), torch.randn(16)
     norm = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
     assert torch.allclose(rms_norm(x, weight, 1e-5), norm, atol=1e-6)
-    got, total = add_rms_norm(x, y, weight, 1e-5)
+    got, total = add_rms_norm(x, y.clone(), weight, 1e-5)
     assert torch.equal(total, x + y)
     assert torch.equal(got, rms_norm(x + y, weight, 1e-5))
     gate_up = torch.randn(5, 32) * 30

@@ -1,0 +1,49 @@
+"""The small operations between the matrix products, in plain torch: what the compiled ones are measured against, and
+what runs where those don't. Each treats every row alone, in an order that depends on nothing
+else.
+
+`torch.nn.functional.silu` and `sigmoid` don't: elements at the end of a thread's share go through a scalar `exp` that
+rounds differently. `torch.exp` has one path for all elements.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / rms(x) * weight` over the last dimension, in fp32 up to the product with `weight` (Zhang, Sennrich 2019)."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of `x + residual`, and that sum."""
+    residual = x + residual
+    return rms_norm(residual, weight, eps), residual
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (i, i + head_dim / 2) of `x` (Su et al. 2021, in the layout of the Hugging Face checkpoints).
+
+    Args:
+        x: `[T, heads, head_dim]`.
+        cos, sin: fp32 `[T, head_dim / 2]`.
+    """
+    half = x.shape[-1] // 2
+    cos, sin = cos[:, None], sin[:, None]
+    first, second = x[..., :half].float(), x[..., half:].float()
+    out = torch.empty_like(x)
+    out[..., :half] = first * cos - second * sin
+    out[..., half:] = second * cos + first * sin
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up`, for `gate_up` of shape `[T, 2 * intermediate]`, gate first."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    wide = gate.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    wide.div_(torch.neg(wide).exp_().add_(1))
+    return wide.to(gate_up.dtype) * up
