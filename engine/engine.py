@@ -170,7 +170,7 @@ class Engine:
         plan = self._plan(deltas, finished)
         if plan.moves:
             self._runner.move(plan)
-            self.scheduler.moved()
+        self.scheduler.moved()
         if plan.slices:
             self._steps += 1
             sampled = self._execute(plan)

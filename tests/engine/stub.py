@@ -20,6 +20,7 @@ from engine.plan import Plan
 from engine.request import Request, SamplingParams
 from engine.runner import ModelRunner
 from engine.sampler import Row, Sampled, Sampler
+from engine.scheduler import _Draft
 from engine.sequence import Sequence
 
 Entries = np.ndarray[tuple[int], np.dtype[np.uint64]]
@@ -149,6 +150,18 @@ def expect_short_outputs(engine: Engine) -> None:
     for _ in range(20):
         engine.scheduler.lengths.learn(1)
     engine.scheduler.lengths.learn = lambda length: None  # type: ignore[method-assign]
+
+
+def preempt(engine: Engine, request_id: str) -> None:
+    """Take the blocks of all running sequences of a request now, between two steps, and make the copies."""
+    scheduler = engine.scheduler
+    for seq in [seq for seq in scheduler.running if seq.request.id == request_id]:
+        scheduler._preempt(seq, _Draft(0, None))
+    moves = scheduler.blocks.moves
+    copies = tuple((read, write) for write, read in moves.copies.items())
+    engine._runner.move(Plan(swap_out=tuple(moves.out), copies=copies))
+    scheduler.moved()
+    engine.check_integrity()
 
 
 class Collector:
