@@ -75,6 +75,9 @@ class Gate:
                 job.started_at = time.monotonic()
                 job.queued_ms = max(0, started.now_ms - job.ref.added_ms)
                 job.fence = started.fence
+                telemetry = self._loop.telemetry
+                telemetry.queue_time.add(job.queued_ms / 1000)
+                telemetry.prompt_tokens += job.prompt_tokens or 0
             case StartStatus.CANCELLED:
                 job.cancel_reason = started.reason
                 self._answer(job, Answer(job.handle, Status.CANCELLED))

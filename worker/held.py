@@ -85,7 +85,11 @@ class Job:
     """From the entry ID's time to START."""
     first_token_at: float | None = None
     """`time.monotonic()` when the first token was computed."""
+    last_text_at: float | None = None
+    """`time.monotonic()` of its latest piece of text."""
     cancel_reason: str | None = None
+    cancel_seen_at: float | None = None
+    """`time.monotonic()` when its cancel key was first seen."""
 
     # Touched by the publisher alone.
     chunks: list[Chunk] = field(default_factory=list)

@@ -63,8 +63,8 @@ class Intake:
         """Read until `stop` is set."""
         while not self._stop.is_set():
             try:
-                self.round()
-                self._contact.ok()
+                if self.round():
+                    self._contact.ok()
             except redis.RedisError as error:
                 if no_group(error):
                     log.warning("group_missing", doing="create it at 0", error=str(error))
@@ -82,18 +82,22 @@ class Intake:
             if not passing(error):
                 raise
 
-    def round(self) -> None:
-        """One look at the queue: others' abandoned entries first, then new ones, then wait for one."""
+    def round(self) -> bool:
+        """One look at the queue: others' abandoned entries first, then new ones, then wait for one.
+
+        Returns whether Redis was asked anything.
+        """
         room = self._held.wait_for_room(self._settings.max_waiting, PAUSE_SECONDS)
         if room == 0:
-            return
+            return False
         sent = time.monotonic()
         found = self._sweeper.sweep(room)
+        self._loop.telemetry.takeovers.inc(len(found))
         if not found:
             new = self._scripts.read(room)
             if new is None:
                 self._stop.wait(PAUSE_SECONDS)
-                return
+                return True
             found = new
         if found:
             self._accept(found, sent)
@@ -102,6 +106,7 @@ class Intake:
             self._stop.wait(PAUSE_SECONDS)
         else:
             self._wait_for_one()
+        return True
 
     def _wait_for_one(self) -> None:
         """Block on all lanes; each may bring one entry, however many places are free."""
@@ -187,4 +192,5 @@ class Intake:
     def _reject(self, delivery: Delivery) -> None:
         raw = delivery.fields.get(b"body", b"")
         self._scripts.reject(Ref(delivery.lane, delivery.entry, ""), raw, job_id=delivery.fields.get(b"id", b""))
+        self._loop.telemetry.dead_letters.labels(ErrorCode.NO_ID.value).inc()
         log.warning("job_without_id", lane=delivery.lane, entry=delivery.entry)

@@ -75,6 +75,11 @@ class Publisher:
         """Jobs with chunks or a last word that Redis has not confirmed."""
         self._last_words: dict[str, LastWord] = {}
 
+    @property
+    def backlog(self) -> int:
+        """Outputs not taken in, and jobs with something unwritten."""
+        return self._loop.outbox.qsize() + len(self._pending)
+
     def run(self) -> None:
         """Write until `stop` is set, then once more; what Redis does not take is kept and tried again."""
         while not self._stop.is_set():
@@ -118,8 +123,14 @@ class Publisher:
         job = self._held.get(delta.request_id)
         if job is None or not job.started:
             return
+        telemetry = self._loop.telemetry
+        telemetry.generation_tokens += len(delta.token_ids)
         if job.first_token_at is None:
             job.first_token_at = at
+            telemetry.first_token.add((job.since_queued(at) or 0) / 1000)
+        elif job.last_text_at is not None:
+            telemetry.inter_token.add(at - job.last_text_at)
+        job.last_text_at = at
         if job.who.stream:
             job.add_text(delta.index, delta.text, delta.token_ids)
             self._pending[job.handle] = job
@@ -131,6 +142,7 @@ class Publisher:
         error = fault(finished)
         if error is not None and error.retryable:
             if job.attempt < job.max_attempts:
+                self._loop.telemetry.retries.inc()
                 self._retry(job, error)
                 return
             error = gave_up(job, error)
@@ -222,7 +234,18 @@ class Publisher:
         else:
             self._held.forget(job.handle)
             self._settle(job)
+            self._count_end(job, last, ending)
             _log_end(last.result, ending)
+
+    def _count_end(self, job: Job, last: LastWord, ending: Ending) -> None:
+        if ending is Ending.DUP:
+            return
+        telemetry = self._loop.telemetry
+        telemetry.ended(last.result)
+        if last.dead is not None:
+            telemetry.dead_letters.labels(last.dead.code.value).inc()
+        if last.result.status is Status.CANCELLED and job.cancel_seen_at is not None:
+            telemetry.cancel_latency.add(time.monotonic() - job.cancel_seen_at)
 
     def _start_again(self, job: Job) -> None:
         """The stream lacks what we wrote: take a new fence, and write the whole text again."""
@@ -250,6 +273,7 @@ class Publisher:
 
     def _lose(self, job: Job) -> None:
         """Another worker has it: say nothing more of it and free its blocks."""
+        self._loop.telemetry.leases_lost.inc()
         log.warning("job_lost", id=job.id, lane=job.lane, entry=job.entry, fence=job.fence)
         self._held.forget(job.handle)
         self._settle(job)
@@ -278,4 +302,5 @@ def _log_end(result: Result, ending: Ending) -> None:
         queued_ms=result.timings.queued_ms,
         first_token_ms=result.timings.first_token_ms,
         total_ms=result.timings.total_ms,
+        traceparent=result.traceparent,
     )

@@ -33,6 +33,7 @@ from worker import logs
 from worker.cancellation import Canceller
 from worker.exits import Exit
 from worker.gate import Gate
+from worker.health import Health
 from worker.held import Held, Job, Phase
 from worker.intake import Intake
 from worker.lease import Keeper
@@ -43,10 +44,15 @@ from worker.publisher import Publisher
 from worker.results import Results
 from worker.settings import Settings
 from worker.sweeper import Sweeper
+from worker.telemetry import Telemetry
 from worker.threads import Fatal, Mailbox, Ready, Signal, Stop, spawn
 
 log = structlog.get_logger()
 
+REDIS_READY_SECONDS = 5.0
+"""A worker that has not heard from Redis for so long is not ready."""
+ENGINE_READY_SECONDS = 30.0
+"""Nor is one whose engine has been in one step for so long."""
 RETRY_BACKOFF_SECONDS = 1.0
 """Before a job that failed in the engine is started again, times its attempts."""
 
@@ -73,21 +79,24 @@ class Worker:
         self._loop: EngineLoop | None = None
         self._gate: Gate | None = None
         self._keeper: Keeper | None = None
+        self.telemetry = Telemetry()
+        self.health: Health | None = None
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def run(self) -> Exit:
         """Load, serve, drain. Returns the exit status; never raises for what a thread did."""
         log.info("worker_starting", worker=self.name, redis=redact(self.settings.redis), queue=self.settings.queue)
-        if self.settings.swap_space:
-            log.warning("swap_space_unused", reason="this version recomputes preempted sequences")
         try:
+            self._watch()
             self._spawn("engine", self._engine)
             ending = self._live()
         except Fatal as error:
             log.error(str(error))
             ending = Stop(error.status)
         self._end(drain=ending.status is Exit.OK)
+        if self.health is not None:
+            self.health.close()
         log.info("worker_ended", worker=self.name, status=ending.status.value)
         return ending.status
 
@@ -108,7 +117,8 @@ class Worker:
 
     def _engine(self) -> None:
         self._loaded = self._loader(self.settings)
-        self._loop = EngineLoop(self._loaded.engine, self._stop_engine)
+        self._loop = loop = EngineLoop(self._loaded.engine, self._stop_engine, self.telemetry)
+        self.telemetry.live.engine = lambda: loop.stats
         self.mailbox.put(Ready())
         self._loop.run()
 
@@ -189,6 +199,29 @@ class Worker:
                 log.info("signal_received", signal=signal.Signals(note.number).name, held=len(self.held))
                 return Stop(Exit.OK)
 
+    # ── what others see ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _watch(self) -> None:
+        live = self.telemetry.live
+        live.held = lambda: len(self.held)
+        live.redis_up = lambda: self._contact.up
+        live.redis_errors = lambda: dict(self._contact.errors)
+        if self.settings.http_port is not None:
+            self.health = Health(self.settings.http_port, self._not_ready, self.telemetry.text)
+
+    def _not_ready(self) -> str | None:
+        """Why no work can be done now."""
+        loop, now = self._loop, time.monotonic()
+        if loop is None:
+            return "the model is being loaded"
+        if self._stop_intake.is_set():
+            return "draining"
+        if not self._contact.up or now - self._contact.last_ok > REDIS_READY_SECONDS:
+            return "Redis does not answer"
+        if now - max(loop.ticked_at, loop.step_since or 0.0) > min(ENGINE_READY_SECONDS, self.settings.stall_seconds):
+            return "the engine makes no progress"
+        return None
+
     # ── parts ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _client(self) -> redis.Redis:
@@ -250,6 +283,7 @@ class Worker:
 
         results = Results(loaded.translator.served[0], self.name, self._clock)
         publisher = Publisher(scripts, results, self.held, loop, self._contact, self._stop_publisher, retry)
+        self.telemetry.live.backlog = lambda: publisher.backlog
         self._spawn("publisher", publisher.run)
 
     def _describe(self) -> dict[str, str | int]:
