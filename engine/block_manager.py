@@ -89,7 +89,7 @@ class BlockManager:
     def match(self, seq: Sequence) -> list[Hit]:
         """The longest prefix of a waiting sequence in either tier, leaving at least one token to compute."""
         hits: list[Hit] = []
-        if self.prefix_caching and seq.request.params.prompt_logprobs is None:
+        if self.prefix_caching and not seq.wants_prompt_logprobs:
             for i in range((seq.num_tokens - 1) // self.block_size):
                 hit = self._find(self.block_hash(seq, i))
                 if hit is None:

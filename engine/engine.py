@@ -231,7 +231,7 @@ class Engine:
                 self._prefix_hits += piece.start
         asked = [piece.seq for piece in plan.slices if piece.prompt_rows]
         for seq, found in zip(asked, sampled.prompt_logprobs, strict=True):
-            seq.prompt_logprobs += found if seq.prompt_logprobs else (None, *found)
+            seq.prompt_logprobs += found
         self.scheduler.commit(plan)
         for seq, token, logprobs in zip(plan.sampling, sampled.token_ids, sampled.logprobs, strict=True):
             if token is None:

@@ -31,10 +31,10 @@ class Slice:
     def prompt_rows(self) -> range:
         """The positions in this slice whose logits are wanted for the prompt id after them."""
         seq = self.seq
-        known = len(seq.prompt_logprobs)  # the first id has no logprob, but a place
-        wanted = seq.request.params.prompt_logprobs is not None
+        if not seq.wants_prompt_logprobs:
+            return range(0)
         return range(
-            max(self.start, known - 1), min(self.start + self.count, seq.num_prompt_tokens - 1) if wanted else 0
+            max(self.start, len(seq.prompt_logprobs) - 1), min(self.start + self.count, seq.num_prompt_tokens - 1)
         )
 
 

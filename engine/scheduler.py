@@ -160,7 +160,7 @@ class Scheduler:
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
         count = min(seq.num_uncomputed_tokens, budget)
-        if seq.request.params.prompt_logprobs is not None and seq.num_computed_tokens < seq.num_prompt_tokens:
+        if seq.wants_prompt_logprobs:
             count = min(count, _PROMPT_LOGPROBS_CHUNK)
         return count
 
@@ -189,7 +189,7 @@ class Scheduler:
         """
         blocked: list[Sequence] = []
         skipped: list[Sequence] = []
-        while draft.budget and (seq := self._next(draft, skipped)) is not None:
+        while draft.budget and self._may_pass(blocked) and (seq := self._next(draft, skipped)) is not None:
             swapped = seq.status is SequenceStatus.SWAPPED
             hits = self.blocks.swapped(seq) if swapped else self.blocks.match(seq)
             if not swapped and self._park(seq, len(hits)):
@@ -199,7 +199,7 @@ class Scheduler:
                 for passed in blocked:
                     passed.overtaken += 1
                 continue
-            if swapped or self._take_place(seq, hits, draft) or not self._may_be_overtaken(seq, blocked):
+            if swapped or self._take_place(seq, hits, draft) or len(blocked) == _LOOKAHEAD:
                 break
             self.waiting.pop()
             blocked.append(seq)
@@ -244,13 +244,12 @@ class Scheduler:
         self._preempt(policy.victim(lower, self.blocks.device), draft)
         return True
 
-    def _may_be_overtaken(self, seq: Sequence, blocked: list[Sequence]) -> bool:
-        return (
-            len(self.running) < self.config.max_num_seqs
-            and len(blocked) < _LOOKAHEAD
-            and seq.overtaken < self.config.max_overtakes
-            and not self.swapped
-        )
+    def _may_pass(self, blocked: list[Sequence]) -> bool:
+        """Whether others may come in before those for whom there is no room."""
+        if not blocked:
+            return True
+        patient = all(seq.overtaken < self.config.max_overtakes for seq in blocked)
+        return patient and not self.swapped and len(self.running) < self.config.max_num_seqs
 
     def _enter(self, seq: Sequence, hits: list[Hit], draft: _Draft) -> None:
         """Give a waiting or swapped sequence its blocks and its first tokens of this step."""
@@ -292,7 +291,7 @@ class Scheduler:
         if not self.blocks.prefix_caching or hits >= (seq.num_tokens - 1) // self.config.block_size:
             return False
         digest = self.blocks.block_hash(seq, hits)
-        if digest not in self._computing or seq.request.params.prompt_logprobs is not None:
+        if digest not in self._computing or seq.wants_prompt_logprobs:
             return False
         self.waiting.pop()
         self.waiting.park(seq, digest)

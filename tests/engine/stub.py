@@ -7,6 +7,7 @@ rounding cannot.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,11 +16,11 @@ import torch
 from engine.block_manager import Moves
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.outputs import Delta, Finished, StepOutput
-from engine.plan import Plan
+from engine.outputs import Delta, Finished, StepOutput, TokenLogprobs
+from engine.plan import Plan, Slice
 from engine.request import Request, SamplingParams
 from engine.runner import ModelRunner
-from engine.sampler import Row, Sampled, Sampler
+from engine.sampler import Row, Sampled, Sampler, token_logprobs
 from engine.scheduler import _Draft
 from engine.sequence import Sequence
 
@@ -77,10 +78,19 @@ class StubRunner:
             positions = np.arange(piece.start, end, dtype=np.uint64)
             entries = (tokens * np.uint64(1_000_003) + positions * np.uint64(7_919) + np.uint64(12_345)) * _ODD
             self.pool[self._slots(piece.seq, end)[piece.start :]] = entries
+        prompts = tuple(self._prompt_logprobs(piece) for piece in plan.slices if piece.prompt_rows)
         rows = [self._logits(piece.seq) for piece in plan.slices for _ in piece.sampling]
         if not rows:
-            return Sampled((), ())
-        return self.sampler.sample(torch.stack(rows), [_row(seq) for seq in plan.sampling])
+            return Sampled((), (), prompts)
+        sampled = self.sampler.sample(torch.stack(rows), [_row(seq) for seq in plan.sampling])
+        return dataclasses.replace(sampled, prompt_logprobs=prompts)
+
+    def _prompt_logprobs(self, piece: Slice) -> tuple[TokenLogprobs, ...]:
+        seq, rows = piece.seq, piece.prompt_rows
+        entries = self.pool[self._slots(seq, rows.stop)]
+        values = torch.stack([logits_of(entries[: i + 1]) for i in rows]).log_softmax(-1)
+        tokens = seq.tokens[rows.start + 1 : rows.stop + 1]
+        return tuple(token_logprobs(values, tokens, seq.request.params.prompt_logprobs or 0))
 
     def forget(self, seq: Sequence) -> None:
         self.sampler.forget(seq.uid)
@@ -206,7 +216,7 @@ def run(engine: Engine, *requests: Request, limit: int = 10_000) -> dict[str, Fi
 def alone(one: Request, **limits: object) -> Finished:
     """The same request on an idle engine of its own, with plenty of room."""
     engine, _ = make_engine(garbage=99, **{"num_blocks": 256, "block_size": 4, **limits})
-    copy = Request(one.id, one.prompt, one.params, cache_salt=one.cache_salt)
+    copy = Request(one.id, one.prompt, one.params, cache_salt=one.cache_salt, grammar=one.grammar)
     copy.noise_seed = one.noise_seed
     return run(engine, copy)[one.id]
 
