@@ -6,6 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from engine.models.decoder import Decoder, build_parameters
 from engine.models.gguf import GgufFile
 from engine.models.rope import inverse_frequencies, position_limit, rotary_table
 from engine.models.weights import LoadError, ParameterStore, SafetensorsCheckpoint
+from engine.structured import GrammarCompiler
 from kernels.attention import AttentionBackend, CacheSpec
 from kernels.attention.reference import rows_are_invariant
 
@@ -72,6 +74,15 @@ class LoadedModel:
         """The KV cache that this model needs, in blocks of `block_size` tokens."""
         layers, kv_heads, head_dim = self.cache_shape
         return CacheSpec(layers, kv_heads, head_dim, block_size, self.dtype, self.device)
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """What compiles grammars for this model, made when it is first asked for.
+
+        Raises:
+            ValueError: the tokenizer or the model is unfit for grammars.
+        """
+        return self.tokenizer.grammars(self.generation.eos_token_ids)
 
     def bind(self, backend: AttentionBackend) -> Model:
         """The model over this backend's KV cache."""
