@@ -65,7 +65,7 @@ class Engine:
         self.gate: Callable[[list[Request]], None] | None = None
         """Called before the forward with requests that run for the first time. It may `cancel` or `drop` them; the step
         is then planned anew without them, and no token is computed for them."""
-        self._runner = runner
+        self.runner = runner
         self._decode = decode
         self._num_ids = num_ids
         self._eos = eos_token_ids
@@ -169,7 +169,7 @@ class Engine:
         self._apply_endings(deltas, finished)
         plan = self._plan(deltas, finished)
         if plan.moves:
-            self._runner.move(plan)
+            self.runner.move(plan)
         self.scheduler.moved()
         if plan.slices:
             self._steps += 1
@@ -202,7 +202,7 @@ class Engine:
     def _execute(self, plan: Plan) -> Sampled | None:
         """The forward. If it raises, the plan is abandoned and who caused it is found by running each one alone."""
         try:
-            sampled = self._runner.execute(plan)
+            sampled = self.runner.execute(plan)
         except Exception as error:  # whatever it is, it must end one request, not all of them
             log.exception("step_failed", requests=len(plan.slices), tokens=plan.num_tokens)
             self.scheduler.abandon(plan)
@@ -242,7 +242,7 @@ class Engine:
                 seq.logprobs.append(logprobs)
             self._append(seq, token)
             if seq.matcher is not None and seq.matcher.error is not None:
-                ending = _Ending(Outcome.FAILED, Fault.INTERNAL, f"the grammar gave up: {seq.matcher.error}")
+                ending = _Ending(Outcome.FAILED, Fault.GRAMMAR, f"the grammar gave up: {seq.matcher.error}")
                 self._end_soon(seq.request.id, ending)
                 continue
             self._flush(seq, deltas)
@@ -313,7 +313,7 @@ class Engine:
 
     def _retire(self, seq: Sequence, status: SequenceStatus) -> None:
         self.scheduler.end(seq, status)
-        self._runner.forget(seq)
+        self.runner.forget(seq)
 
     def _close(
         self,

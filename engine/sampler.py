@@ -194,7 +194,8 @@ def _draw(logits: Tensor, columns: _Columns, noise: Tensor) -> Tensor:
     weights = scaled.exp().masked_fill_(scaled < threshold, 0.0)
     mass = weights.cumsum(-1, dtype=torch.float64)
     target = noise[:, None] * mass[:, -1:]
-    return torch.searchsorted(mass, target, right=True).squeeze(-1)
+    # The clamp is for a grammar that allows nothing: it refuses whatever is drawn, and the request ends.
+    return torch.searchsorted(mass, target, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
 
 
 def _edges(scaled: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int) -> Tensor:
