@@ -151,10 +151,12 @@ class BlockManager:
 
         False, and nothing changed, if there is no room now.
         """
-        table = seq.block_table
-        need = self.blocks_for(num_tokens) - len(table)
-        i, partial = divmod(seq.num_computed_tokens, self.block_size)
-        forked = partial > 0 and num_tokens > seq.num_computed_tokens and self.device.refs[table[i]] > 1
+        table, size = seq.block_table, self.block_size
+        need = -(-num_tokens // size) - len(table)
+        i, partial = divmod(seq.num_computed_tokens, size)
+        forked = partial > 0 and self.device.refs[table[i]] > 1
+        if not need and not forked:
+            return True
         if need + forked > self.device.num_free:
             return False
         if forked:  # copy on write: the block stays with whoever else holds it

@@ -73,7 +73,7 @@ class StubRunner:
         for piece in plan.slices:
             if piece.seq.request.id in self.raises:
                 raise RuntimeError("the stub was told to raise")
-            end = piece.start + piece.count
+            end = piece.start + piece.num_tokens
             tokens = np.array(piece.seq.tokens[piece.start : end], dtype=np.uint64)
             positions = np.arange(piece.start, end, dtype=np.uint64)
             entries = (tokens * np.uint64(1_000_003) + positions * np.uint64(7_919) + np.uint64(12_345)) * _ODD
@@ -169,7 +169,7 @@ def preempt(engine: Engine, request_id: str) -> None:
         scheduler._preempt(seq, _Draft(0, None))
     moves = scheduler.blocks.moves
     copies = tuple((read, write) for write, read in moves.copies.items())
-    engine._runner.move(Plan(swap_out=tuple(moves.out), copies=copies))
+    engine.runner.move(Plan(swap_out=tuple(moves.out), copies=copies))
     scheduler.moved()
     engine.check_integrity()
 
@@ -233,5 +233,5 @@ def expect_idle(engine: Engine) -> None:
     assert scheduler.blocks.moves == Moves()
     assert (engine._requests, engine._endings, engine._gated) == ({}, {}, set())
     assert engine._deadlines._heap == []
-    sampler = engine._runner.sampler  # type: ignore[attr-defined]
+    sampler = engine.runner.sampler  # type: ignore[attr-defined]
     assert (sampler._counts, sampler._uids, sampler._columns) == ({}, (), None)

@@ -229,7 +229,7 @@ def test_a_round_trip_through_the_host_tier_changes_no_bit_of_any_layer(
     for _ in range(4):
         engine.step()
     (seq,) = engine.scheduler.running
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     computed = seq.num_computed_tokens
     k, v = zip(*(runner.model.backend.read(layer, tuple(seq.block_table), computed) for layer in range(3)), strict=True)
     preempt(engine, "a")

@@ -297,7 +297,7 @@ def small_device(largest: int) -> tuple[Engine, SmallDevice]:
     engine, _ = make_engine(max_num_batched_tokens=64)
     runner = SmallDevice(engine.config)
     runner.largest, runner.seen = largest, []
-    engine._runner = runner
+    engine.runner = runner
     return engine, runner
 
 
