@@ -60,6 +60,10 @@ class Job:
     callback: str | None = None
     ttl_ms: int | None = None
     max_attempts: int = 1
+    strict: bool = False
+    """Whether its producer named a cap on its starts."""
+    suspect: bool = False
+    """Whether it runs alone, see `blame.py`."""
     stay: int = field(default_factory=itertools.count().__next__)
     """Tells one taking of an entry from the next."""
     lease_until: float = 0.0
@@ -79,6 +83,8 @@ class Job:
     fence: int = 0
     """Handed out by START; 0 before it."""
     attempt: int = 0
+    tries: int = 0
+    """Starts that count against `max_attempts`."""
     started_at: float = 0.0
     """`time.monotonic()` at START."""
     queued_ms: int | None = None
@@ -92,6 +98,8 @@ class Job:
     """`time.monotonic()` when its cancel key was first seen."""
 
     # Touched by the publisher alone.
+    tokens: int = 0
+    """Generated so far."""
     chunks: list[Chunk] = field(default_factory=list)
     """Not yet known to be in Redis."""
     next_n: int = 1

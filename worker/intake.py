@@ -13,6 +13,7 @@ from producer.protocol.errors import ErrorCode, JobError
 from producer.protocol.job import identify, parse_entry
 from producer.protocol.keys import GROUP, LANES
 from producer.protocol.scripts import Delivery, Ref, Scripts
+from worker.blame import Quarantine
 from worker.exits import Exit
 from worker.held import Held, Job
 from worker.link import Contact, RedisClock, no_group, passing
@@ -41,6 +42,7 @@ class Intake:
         loop: EngineLoop,
         translator: Translator,
         sweeper: Sweeper,
+        quarantine: Quarantine,
         clock: RedisClock,
         contact: Contact,
         mailbox: Mailbox,
@@ -54,6 +56,7 @@ class Intake:
         self._loop = loop
         self._translator = translator
         self._sweeper = sweeper
+        self._quarantine = quarantine
         self._clock = clock
         self._contact = contact
         self._mailbox = mailbox
@@ -150,6 +153,7 @@ class Intake:
                     lease_until=sent + self._settings.lease_seconds,
                 )
                 self._held.add(job)
+                self._quarantine.enter(job)
                 jobs.append((job, delivery))
         self._wait_while_paused()
         for job, delivery in jobs:
@@ -177,6 +181,7 @@ class Intake:
             job.callback = entry.callback
             if entry.max_attempts is not None:
                 job.max_attempts = min(entry.max_attempts, self._settings.max_attempts)
+                job.strict = True
             deadline = None if entry.ttl_ms is None else self._clock.deadline(job.ref.added_ms, entry.ttl_ms)
             request = self._translator.request(job, entry, LANES.index(delivery.lane), deadline)
         except JobError as error:

@@ -38,8 +38,9 @@ class Keeper:
         contact: Contact,
         stop: threading.Event,
         describe: Callable[[], Mapping[Any, Any]],
+        also: Callable[[], None] = lambda: None,
     ) -> None:
-        """`describe`: the fields of `worker:<name>`."""
+        """`describe`: the fields of `worker:<name>`; `also`: what else is to be done every beat."""
         self._settings = settings
         self._scripts = scripts
         self._held = held
@@ -48,6 +49,7 @@ class Keeper:
         self._contact = contact
         self._stop = stop
         self._describe = describe
+        self._also = also
         self._renew_at = 0.0
 
     def run(self) -> None:
@@ -80,6 +82,7 @@ class Keeper:
             self.sync_clock()
         self.show()
         self._scripts.promote()
+        self._also()
 
     def renew(self) -> None:
         """Renew all leases; who was lost is dropped at once, without a word to Redis."""

@@ -94,9 +94,10 @@ class EngineLoop:
         self._inbox.put(None)
 
     def defer(self, request: Request, seconds: float) -> None:
-        """Add this again in a while; called by the gate, on the engine's own thread."""
+        """Add this again within `seconds`; called by the gate, on the engine's own thread."""
+        if not self._later:
+            self._later_at = time.monotonic() + seconds
         self._later.append(request)
-        self._later_at = time.monotonic() + seconds
 
     def run(self) -> None:
         """Step while there is work, sleep while there is none; returns when `stop` is set."""

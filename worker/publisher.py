@@ -125,6 +125,7 @@ class Publisher:
             return
         telemetry = self._loop.telemetry
         telemetry.generation_tokens += len(delta.token_ids)
+        job.tokens += len(delta.token_ids)
         if job.first_token_at is None:
             job.first_token_at = at
             telemetry.first_token.add((job.since_queued(at) or 0) / 1000)
@@ -141,7 +142,7 @@ class Publisher:
             return
         error = fault(finished)
         if error is not None and error.retryable:
-            if job.attempt < job.max_attempts:
+            if job.tries < job.max_attempts:
                 self._loop.telemetry.retries.inc()
                 self._retry(job, error)
                 return

@@ -30,6 +30,7 @@ from producer.protocol.errors import JobError
 from producer.protocol.keys import Keys
 from producer.protocol.scripts import Scripts
 from worker import logs
+from worker.blame import Quarantine
 from worker.cancellation import Canceller
 from worker.exits import Exit
 from worker.gate import Gate
@@ -79,6 +80,9 @@ class Worker:
         self._loop: EngineLoop | None = None
         self._gate: Gate | None = None
         self._keeper: Keeper | None = None
+        self._quarantine = Quarantine(self._scripts(self._client()), self.held, settings.lease_seconds)
+        self._back = self._scripts(command_client(settings.redis, retries=1))
+        """For handing jobs back."""
         self.telemetry = Telemetry()
         self.health: Health | None = None
 
@@ -94,7 +98,7 @@ class Worker:
         except Fatal as error:
             log.error(str(error))
             ending = Stop(error.status)
-        self._end(drain=ending.status is Exit.OK)
+        self._end(ending.status)
         if self.health is not None:
             self.health.close()
         log.info("worker_ended", worker=self.name, status=ending.status.value)
@@ -176,7 +180,8 @@ class Worker:
 
     def _serve(self, loaded: Loaded, loop: EngineLoop) -> Stop:
         """Start the other I/O threads and sleep until something asks for the end."""
-        self._gate = Gate(self._scripts(command_client(self.settings.redis, retries=1)), self.held, loop, self._contact)
+        scripts = self._scripts(command_client(self.settings.redis, retries=1))
+        self._gate = Gate(scripts, self.held, loop, self._contact, self._quarantine)
         loaded.engine.gate = self._gate
         sweeper = self._spawn_intake(loaded, loop)
         self._spawn_publisher(loaded, loop, sweeper)
@@ -247,13 +252,16 @@ class Worker:
             self._contact,
             self._stop_rest,
             self._describe,
+            lambda: self._quarantine.tick(self._hand_back),
         )
         return self._keeper
 
     def _spawn_intake(self, loaded: Loaded, loop: EngineLoop) -> Sweeper:
         settings = self.settings
         scripts = self._scripts(self._client())
-        sweeper = Sweeper(scripts, self.held, self._contact, settings.lease_seconds, settings.sweep_every)
+        sweeper = Sweeper(
+            scripts, self.held, self._contact, settings.lease_seconds, settings.sweep_every, self._quarantine
+        )
         intake = Intake(
             settings,
             scripts,
@@ -262,6 +270,7 @@ class Worker:
             loop,
             loaded.translator,
             sweeper,
+            self._quarantine,
             self._clock,
             self._contact,
             self.mailbox,
@@ -278,7 +287,7 @@ class Worker:
             delay = min(RETRY_BACKOFF_SECONDS * job.attempt, self.settings.lease_seconds / 2)
             log.warning("job_retried", id=job.id, attempt=job.attempt, code=error.code.value, error=error.message)
             if self.held.forget(job.handle) is not None:
-                self._yield(scripts, job, idle_ms=self.settings.lease_ms - round(delay * 1000))
+                self._yield(scripts, job, self.settings.lease_ms - round(delay * 1000), polite=True, spare=False)
                 sweeper.soon(delay)
 
         results = Results(loaded.translator.served[0], self.name, self._clock)
@@ -312,15 +321,19 @@ class Worker:
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _end(self, drain: bool) -> None:
-        """Stop reading, hand back what waits, let what runs finish if `drain`, hand back the rest, end the threads."""
+    def _end(self, status: Exit) -> None:
+        """Stop reading, hand back what waits, let what runs finish if all is well, hand back the rest, end the threads.
+
+        If all is not well, what runs may be the reason, so it is handed back as if this process had been killed.
+        """
+        drain = status is Exit.OK
         self._stop_intake.set()
         if self._gate is not None:
             self._gate.closed = True
             self._hand_back(lambda job: job.phase is Phase.WAITING)
             if drain:
                 self._drain()
-            self._hand_back(lambda job: True)
+            self._hand_back(lambda job: True, polite=drain)
         self._stop_engine.set()
         if self._loop is not None:
             self._loop.wake()
@@ -348,26 +361,28 @@ class Worker:
                 return
             self._hand_back(lambda job: job.phase is Phase.WAITING)  # what the last read brought
 
-    def _hand_back(self, wanted: Callable[[Job], bool]) -> None:
-        """Give entries back to the queue, so that another worker takes them at its next sweep."""
+    def _hand_back(self, wanted: Callable[[Job], bool], polite: bool = True) -> None:
+        """Give entries back to the queue, so that another worker takes them at its next sweep.
+
+        `polite`: it is no fault of theirs, so neither a start nor a death counts.
+        """
         jobs = self.held.take(wanted)
         if not jobs:
             return
         for job in jobs:
             if self._loop is not None:
                 self._loop.post(Drop(job.handle))
-        scripts = self._scripts(command_client(self.settings.redis, retries=1))
         handed = 0
         for job in jobs:
-            if not self._yield(scripts, job, idle_ms=self.settings.lease_ms):
+            if not self._yield(self._back, job, self.settings.lease_ms, polite=polite, spare=polite):
                 break  # with many jobs and a Redis that only times out, the end would never come
             handed += 1
         log.info("jobs_handed_back", count=handed, of=len(jobs))
 
-    def _yield(self, scripts: Scripts, job: Job, idle_ms: int) -> bool:
+    def _yield(self, scripts: Scripts, job: Job, idle_ms: int, polite: bool, spare: bool) -> bool:
         """False: Redis cannot be told, so the lease has to run out."""
         try:
-            scripts.yield_(job.ref, idle_ms=idle_ms)
+            scripts.yield_(job.ref, idle_ms=idle_ms, polite=polite, spare=spare)
         except redis.RedisError as error:
             log.warning("not_handed_back", id=job.id, error=str(error))
             return False

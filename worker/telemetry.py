@@ -88,7 +88,7 @@ class Telemetry:
         self._errors = self._counter("job_errors", "Results written with an error, by code.", "code", list(ErrorCode))
         dead = (ErrorCode.GAVE_UP, ErrorCode.NO_ID)
         self.dead_letters = self._counter("dead_letters", "Entries sent to the stream of dead letters.", "code", dead)
-        self._suspects = self._counter("suspects", "Jobs run alone because they may kill their worker.")
+        self.suspects = self._counter("suspects", "Jobs run alone because they may kill their worker.")
         self.registry.register(_Scrape(self))
 
     def _counter(self, name: str, text: str, label: str = "", values: Iterable[str] = ()) -> Counter:
@@ -104,10 +104,6 @@ class Telemetry:
             self._errors.labels(str(result.error.code)).inc()
         if result.timings.total_ms is not None:
             self.total_time.add(result.timings.total_ms / 1000)
-
-    def suspect(self) -> None:
-        """A suspect was started alone."""
-        self._suspects.inc()
 
     def text(self) -> bytes:
         """Prometheus' text format."""
