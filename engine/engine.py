@@ -203,6 +203,8 @@ class Engine:
         """The forward. If it raises, the plan is abandoned and who caused it is found by running each one alone."""
         try:
             sampled = self.runner.execute(plan)
+        except torch.AcceleratorError:
+            raise  # the device is lost: this process computes nothing more, so that nobody else is blamed
         except Exception as error:  # whatever it is, it must end one request, not all of them
             log.exception("step_failed", requests=len(plan.slices), tokens=plan.num_tokens)
             self.scheduler.abandon(plan)
