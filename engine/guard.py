@@ -2,7 +2,7 @@
 
 llguidance bounds most work by fuel of its own, but it recurses over rules and references, so that a few thousand of
 them in a chain overflow the stack, and a wide schema takes it time that grows with the square of its width. Neither can
-be stopped in a thread. The child has half the stack that the worker's threads have: what passes there passes here.
+be stopped in a thread. The child has much less stack than a thread has elsewhere: what passes there passes here.
 
 This file is also the child's program; it imports nothing of the project.
 """
@@ -26,7 +26,7 @@ START_SECONDS = 60.0
 """For the child to start and read the tokenizer, on a machine that is busy loading a model."""
 MEGABYTES = 48
 """By which the child may have grown with a grammar in it."""
-_STACK_BYTES = 4 << 20
+_STACK_BYTES = 1 << 20
 _SPARE_BYTES = 1 << 30
 """Address space of the child beyond what it has at the start: ends a runaway before it hurts."""
 

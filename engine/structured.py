@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 from engine.guard import Guard, compile_source
+from engine.request import GrammarError
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
+
+__all__ = ["Grammar", "GrammarCompiler", "GrammarError", "GuidanceMatcher", "Matcher", "apply_masks"]
 
 Kind = Literal["json_object", "json", "regex", "grammar", "choice"]
 
@@ -29,10 +32,6 @@ MAX_SPEC_BYTES = 256 * 1024
 _LINE = 200
 _JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": False}
 """Compact JSON: free white space would let a model go on for ever without breaking a rule."""
-
-
-class GrammarError(ValueError):
-    """A grammar that cannot be compiled; the message is for its sender."""
 
 
 class Matcher(Protocol):

@@ -8,7 +8,9 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+from engine.outputs import TokenLogprobs
 from producer.protocol.job import Identity
 from producer.protocol.scripts import Ref
 
@@ -26,6 +28,17 @@ def new_nonce() -> str:
     return secrets.token_hex(8)
 
 
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What a job's text must match, before it is compiled."""
+
+    key: str
+    """Of the body, for messages."""
+    kind: str
+    """`json_object`, `json`, `regex`, `grammar` or `choice`."""
+    spec: Any
+
+
 @dataclass(slots=True)
 class Chunk:
     """Text of one choice on its way to Redis."""
@@ -33,12 +46,23 @@ class Chunk:
     index: int
     parts: list[str]
     token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    """One an id, where asked for."""
     n: int | None = None
     """Its place in the job's events; None until it is sent for the first time, and fixed from then on."""
 
     @property
     def text(self) -> str:
         return "".join(self.parts)
+
+    def add(self, text: str, token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs] | None) -> None:
+        """Append to it."""
+        self.parts.append(text)
+        self.token_ids += token_ids
+        if logprobs is not None:
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs += logprobs
 
 
 @dataclass(eq=False)
@@ -72,6 +96,7 @@ class Job:
     # From the body.
     token_ids: bool = False
     """Whether events and result carry token ids."""
+    structure: Structure | None = None
     clamped: dict[str, int] = field(default_factory=dict)
     """What was reduced, and to what."""
     prompt_tokens: int | None = None
@@ -127,7 +152,9 @@ class Job:
         """Milliseconds from the entry ID's time to a `time.monotonic()` moment; None before START."""
         return None if self.queued_ms is None else self.queued_ms + round((moment - self.started_at) * 1000)
 
-    def add_text(self, index: int, text: str, token_ids: Iterable[int]) -> None:
+    def add_text(
+        self, index: int, text: str, token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs] | None = None
+    ) -> None:
         """Keep new text of a choice for the next write; what was not sent yet grows."""
         for chunk in self.chunks:
             if chunk.n is None and chunk.index == index:
@@ -135,8 +162,7 @@ class Job:
         else:
             chunk = Chunk(index, [], [])
             self.chunks.append(chunk)
-        chunk.parts.append(text)
-        chunk.token_ids += token_ids
+        chunk.add(text, token_ids, logprobs)
 
     def number_chunks(self) -> list[Chunk]:
         """The chunks in order, each with its place."""
@@ -156,8 +182,7 @@ class Job:
         sent = [c for c in self.chunks if c.n is not None and (below is None or c.n < below)]
         for chunk in sent:
             whole = self.published.setdefault(chunk.index, Chunk(chunk.index, [], []))
-            whole.parts += chunk.parts
-            whole.token_ids += chunk.token_ids
+            whole.add(chunk.text, chunk.token_ids, chunk.logprobs)
         self.chunks = self.chunks[len(sent) :]
 
     def begin_again(self, fence: int, attempt: int) -> None:
@@ -165,7 +190,7 @@ class Job:
         self.confirm()
         unsent, self.chunks = self.chunks, []
         for chunk in [*self.published.values(), *unsent]:
-            self.add_text(chunk.index, chunk.text, chunk.token_ids)
+            self.add_text(chunk.index, chunk.text, chunk.token_ids, chunk.logprobs)
         self.published = {}
         self.fence, self.attempt, self.next_n = fence, attempt, 1
 

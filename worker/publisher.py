@@ -133,7 +133,7 @@ class Publisher:
             telemetry.inter_token.add(at - job.last_text_at)
         job.last_text_at = at
         if job.who.stream:
-            job.add_text(delta.index, delta.text, delta.token_ids)
+            job.add_text(delta.index, delta.text, delta.token_ids, delta.logprobs)
             self._pending[job.handle] = job
 
     def _take_finished(self, finished: Finished) -> None:
@@ -185,7 +185,7 @@ class Publisher:
         batch = TokenBatch(self._scripts.keys)
         for job in jobs:
             for chunk in job.number_chunks():
-                batch.add(job.id, job.fence, *_event(job, chunk))
+                batch.add(job.id, job.fence, *self._event(job, chunk))
         refused: dict[str, Refused] = {}
         for one in self._scripts.publish(batch):
             if one.why is not Why.REPEAT:
@@ -208,7 +208,7 @@ class Publisher:
 
     def _finalise(self, job: Job, last: LastWord) -> None:
         if job.started:
-            events = [TokenWrite(*_event(job, chunk)) for chunk in job.number_chunks()]
+            events = [TokenWrite(*self._event(job, chunk)) for chunk in job.number_chunks()]
             ending = self._scripts.finalise(
                 job.ref,
                 job.who,
@@ -280,11 +280,11 @@ class Publisher:
         self._settle(job)
         self._loop.post(Drop(job.handle))
 
-
-def _event(job: Job, chunk: Chunk) -> tuple[int, int, str, int, bytes]:
-    """n, choice, text, number of tokens, their ids as JSON."""
-    ids = orjson.dumps(chunk.token_ids) if job.token_ids else b""
-    return chunk.n or 0, chunk.index, chunk.text, len(chunk.token_ids), ids
+    def _event(self, job: Job, chunk: Chunk) -> tuple[int, int, str, int, bytes, bytes]:
+        """n, choice, text, number of tokens, their ids and their log-probabilities as JSON."""
+        ids = orjson.dumps(chunk.token_ids) if job.token_ids else b""
+        logprobs = b"" if chunk.logprobs is None else orjson.dumps(self._results.logprobs.content(chunk.logprobs))
+        return chunk.n or 0, chunk.index, chunk.text, len(chunk.token_ids), ids, logprobs
 
 
 def _log_end(result: Result, ending: Ending) -> None:

@@ -40,6 +40,7 @@ from worker.intake import Intake
 from worker.lease import Keeper
 from worker.link import Contact, RedisClock, passing
 from worker.loading import Loaded, load
+from worker.logprobs import LogprobsWriter
 from worker.loop import Drop, EngineLoop
 from worker.publisher import Publisher
 from worker.results import Results
@@ -290,7 +291,9 @@ class Worker:
                 self._yield(scripts, job, self.settings.lease_ms - round(delay * 1000), polite=True, spare=False)
                 sweeper.soon(delay)
 
-        results = Results(loaded.translator.served[0], self.name, self._clock)
+        results = Results(
+            loaded.translator.served[0], self.name, self._clock, LogprobsWriter(loaded.model.tokenizer.token_bytes)
+        )
         publisher = Publisher(scripts, results, self.held, loop, self._contact, self._stop_publisher, retry)
         self.telemetry.live.backlog = lambda: publisher.backlog
         self._spawn("publisher", publisher.run)

@@ -26,6 +26,7 @@ from worker.held import Held
 from worker.intake import Intake
 from worker.lease import Keeper
 from worker.link import Contact, RedisClock
+from worker.logprobs import LogprobsWriter
 from worker.loop import EngineLoop
 from worker.publisher import Publisher
 from worker.results import Results
@@ -102,7 +103,7 @@ class Parts:
         self.keeper = Keeper(settings, self.scripts, self.held, self.loop, clock, contact, self.stop, dict)
         self.keeper.sync_clock()
         self.canceller = Canceller(queue.client, queue.keys, self.held, self.loop, contact, self.stop, 0.05)
-        results = Results("stub", name, clock)
+        results = Results("stub", name, clock, LogprobsWriter(lambda token: b""))
         self.publisher = Publisher(
             self.scripts, results, self.held, self.loop, contact, self.stop, lambda job, error: None
         )
