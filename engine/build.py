@@ -10,6 +10,7 @@ import torch
 from engine.config import EngineConfig, ModelOptions
 from engine.engine import Engine
 from engine.models.loading import LoadedModel, load_model
+from engine.policy import PreemptionCost
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
 from kernels.attention import get_backend
@@ -74,6 +75,7 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
     engine = Engine(
         config,
         runner,
+        cost=PreemptionCost.on(loaded.device.type, backend.block_bytes, config.block_size, loaded.num_parameters),
         decode=loaded.tokenizer.decode,
         num_ids=num_ids,
         eos_token_ids=loaded.generation.eos_token_ids,

@@ -60,6 +60,7 @@ class LoadedModel:
     max_model_len: int
     """Longest sequence, prompt and output, in tokens."""
     vocab_size: int
+    num_parameters: int
     tokenizer: Tokenizer
     generation: GenerationDefaults
     batch_invariant: bool
@@ -147,6 +148,7 @@ def _load_fused(
         device=device,
         max_model_len=max_model_len,
         vocab_size=decoder.vocab_size,
+        num_parameters=store.num_parameters,
         tokenizer=tokenizer,
         generation=_generation(source, config, tokenizer),
         batch_invariant=device.type == "cpu"
@@ -177,6 +179,7 @@ def _load_transformers(source: _Source, options: ModelOptions, dtype: torch.dtyp
         device=device,
         max_model_len=max_model_len,
         vocab_size=vocab_size,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         tokenizer=tokenizer,
         generation=_generation(source, config, tokenizer),
         batch_invariant=False,

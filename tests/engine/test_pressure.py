@@ -13,6 +13,7 @@ import torch
 from engine.engine import Engine
 from engine.outputs import Fault, Finished, Outcome
 from engine.plan import Plan
+from engine.policy import PreemptionCost
 from engine.request import Request
 from engine.sampler import Sampled
 from engine.sequence import SequenceStatus
@@ -275,6 +276,17 @@ def test_outputs_that_ended_short_let_more_requests_in() -> None:
         return len(engine.scheduler.running)
 
     assert admitted([]) < admitted([10] * 40)
+
+
+def test_swapping_pays_where_copying_costs_less_than_computing() -> None:
+    assert PreemptionCost.on("cpu", block_bytes=368_640, block_size=16, num_parameters=135_000_000).swaps
+    assert not PreemptionCost.on("cpu", block_bytes=368_640, block_size=16, num_parameters=100_000).swaps
+    engine, _ = make_engine(host_slots=50)
+    engine.scheduler.cost = PreemptionCost(copy=2.0, recompute=1.0)
+    engine.add(request("a", [1] * 8, 10, ignore_eos=True))
+    engine.step()
+    preempt(engine, "a")
+    assert (engine.stats().preemptions_swap, engine.stats().preemptions_recompute) == (0, 1)
 
 
 # ── out of memory ─────────────────────────────────────────────────────────────────────────────────────────────────────
