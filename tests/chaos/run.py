@@ -260,6 +260,8 @@ class Chaos:
 
 def check_ending(queue: Queue, task: Task) -> dict[str, Any]:
     """One final event, at the end, as the result says."""
+    if task.bare_cancel:
+        queue.client.delete(queue.keys.cancel(task.id))  # a plain SET that came after the end stays until its TTL
     if task.fields.get("stream") != "0":
         return queue.check_ending(task.id)
     result = queue.result(task.id)
