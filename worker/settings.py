@@ -91,6 +91,9 @@ class Settings(BaseModel):
         ge=0,
         description="Host memory for preempted sequences and evicted prefixes; 0: they are computed again.",
     )
+    swap_file: str | None = Field(
+        default=None, description="A file to keep that host memory in, made anew at each start. Default: plain memory."
+    )
     max_overtakes: int = Field(
         default=16, ge=0, description="How often a job for which there is no room may be overtaken by smaller ones."
     )

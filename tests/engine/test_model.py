@@ -51,13 +51,20 @@ _load = functools.cache(load_model)
 
 
 def make(
-    path: str, *, blocks: int = 96, dtype: str = "float32", backend: str = "auto", swap: int = 0, **limits: Any
+    path: str,
+    *,
+    blocks: int = 96,
+    dtype: str = "float32",
+    backend: str = "auto",
+    swap: int = 0,
+    swap_file: str | None = None,
+    **limits: Any,
 ) -> Engine:
     config = EngineConfig(**{"block_size": 4, "max_num_batched_tokens": 256, **limits})
     engine, _ = build_engine(
         ModelOptions(path, device="cpu", dtype=dtype, backend=backend),
         config,
-        CacheOptions(num_blocks=blocks, swap_bytes=swap, attention="reference"),
+        CacheOptions(num_blocks=blocks, swap_bytes=swap, swap_file=swap_file, attention="reference"),
     )
     return engine
 
@@ -220,11 +227,14 @@ def test_ids_and_logits_have_the_same_bits_whatever_else_happens(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("in_a_file", [False, True])
 def test_a_round_trip_through_the_host_tier_changes_no_bit_of_any_layer(
-    model: Callable[[Case], tuple[str, Reference]], dtype: str
+    model: Callable[[Case], tuple[str, Reference]], dtype: str, in_a_file: bool, tmp_path: Path
 ) -> None:
     path, _ = model(FUSED[0])
-    engine = make(path, dtype=dtype, blocks=24, swap=1 << 20, prefix_caching=False)  # so all comes from the host
+    file = str(tmp_path / "swap") if in_a_file else None
+    # Without prefix caching nothing is found on the device, so that all comes from the host.
+    engine = make(path, dtype=dtype, blocks=24, swap=1 << 20, swap_file=file, prefix_caching=False)
     engine.add(ask("a", prompts(300, [19])[0], 20))
     for _ in range(4):
         engine.step()
