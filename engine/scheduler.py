@@ -74,8 +74,6 @@ class Scheduler:
         self.recomputes = 0
         self._children: dict[Sequence, list[Sequence]] = {}
         """First choice → the other choices of its request, held back until its prompt is computed."""
-        self._computing: dict[bytes, Sequence] = {}
-        """Hash of a prefix block → the running sequence that is about to compute it."""
         self._lanes = Counter[int]()
         """How many of each lane run."""
         self._watermark = int(config.watermark * config.num_blocks)
@@ -118,8 +116,7 @@ class Scheduler:
     def _leave_running(self, seq: Sequence) -> None:
         _remove(self.running, seq)
         self._lanes[seq.request.priority] -= 1
-        for digest in [d for d, owner in self._computing.items() if owner is seq]:
-            self._release(digest)
+        self.waiting.will_not(seq)
 
     def _free_children(self, first: Sequence) -> None:
         """Those still held back wait like anybody else: the prompt's blocks will be a prefix hit for them."""
@@ -298,8 +295,9 @@ class Scheduler:
         draft.budget -= count
         draft.entered += 1
         if self.blocks.prefix_caching:
-            for i in range(seq.num_computed_tokens // self.config.block_size, seq.num_tokens // self.config.block_size):
-                self._computing.setdefault(self.blocks.block_hash(seq, i), seq)
+            size = self.config.block_size
+            blocks = range(seq.num_computed_tokens // size, seq.num_tokens // size)
+            self.waiting.will_compute(seq, (self.blocks.block_hash(seq, i) for i in blocks))
 
     def _plan_forks(self, draft: _Draft) -> None:
         """Where a prompt is complete after this step, its other choices start: as many as there is room for."""
@@ -311,23 +309,12 @@ class Scheduler:
                 room = self.blocks.num_free - self._watermark - planned
                 draft.forks[seq] = tuple(self._children[seq][: max(0, min(places, room))])
 
-    # ── prefixes being computed right now ─────────────────────────────────────────────────────────────────────────
-
     def _park(self, seq: Sequence, hits: int) -> bool:
         """Whether `seq` had better wait, since the next block of its prefix is being computed by another."""
-        if not self.blocks.prefix_caching or hits >= (seq.num_tokens - 1) // self.config.block_size:
+        shares = self.blocks.prefix_caching and not seq.wants_prompt_logprobs
+        if not shares or hits >= (seq.num_tokens - 1) // self.config.block_size:
             return False
-        digest = self.blocks.block_hash(seq, hits)
-        if digest not in self._computing or seq.wants_prompt_logprobs:
-            return False
-        self.waiting.pop()
-        self.waiting.park(seq, digest)
-        return True
-
-    def _release(self, digest: bytes) -> None:
-        """The block is computed, or will not be."""
-        self._computing.pop(digest, None)
-        self.waiting.release(digest)
+        return self.waiting.park(self.blocks.block_hash(seq, hits))
 
     # ── the end of a step ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -346,9 +333,7 @@ class Scheduler:
             done, full = piece.start // size, seq.num_computed_tokens // size
             if full > done:
                 self.blocks.register(seq, piece.start)
-                if self._computing:
-                    for i in range(done, full):
-                        self._release(self.blocks.block_hash(seq, i))
+                self.waiting.computed(self.blocks.block_hash(seq, i) for i in range(done, full))
             if piece.samples and self._children and seq in self._children:
                 self._fork(seq, piece.forks)
         self.budget = min(self.config.max_num_batched_tokens, self.budget + max(1, self.budget // 16))
@@ -404,17 +389,12 @@ class Scheduler:
                     seq.host_table and status is not SequenceStatus.SWAPPED
                 ):
                     raise IntegrityError(f"{seq!r} holds blocks of another state")
-        if self.waiting.count != len(list(self.waiting)):
-            raise IntegrityError(f"{self.waiting.count} counted as waiting, {len(list(self.waiting))} are")
+        self.waiting.check_integrity()
         if +self._lanes != Counter(seq.request.priority for seq in self.running):
             raise IntegrityError("the lanes of what runs are counted wrongly")
         for group in (self.running, self.swapped):
             if [policy.rank(s) for s in group] != sorted(policy.rank(s) for s in group):
                 raise IntegrityError("out of order")
-        if any(owner.status is not SequenceStatus.RUNNING for owner in self._computing.values()):
-            raise IntegrityError("a prefix is waited for that nobody computes")
-        if not self.waiting.parked_behind <= set(self._computing):
-            raise IntegrityError("a sequence is parked behind a prefix that nobody computes")
         if any(first.status.ended for first in self._children):
             raise IntegrityError("a choice waits to be forked from one that has ended")
 

@@ -228,8 +228,8 @@ def expect_idle(engine: Engine) -> None:
     assert scheduler.blocks.device.num_free == scheduler.blocks.device.size
     assert scheduler.blocks.host.num_free == scheduler.blocks.host.size
     assert (scheduler.num_waiting, scheduler.running, scheduler.swapped) == (0, [], [])
-    assert (scheduler.waiting._heap, scheduler.waiting._parked) == ([], {})
-    assert (scheduler._computing, scheduler._children) == ({}, {})
+    assert (scheduler.waiting._heap, scheduler.waiting._parked, scheduler.waiting._computing) == ([], {}, {})
+    assert scheduler._children == {}
     assert scheduler.blocks.moves == Moves()
     assert (engine._requests, engine._endings, engine._gated) == ({}, {}, set())
     assert engine._deadlines._heap == []
