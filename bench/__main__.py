@@ -15,6 +15,7 @@ import typer
 
 from bench import measure, offline, queued
 from bench import pressure as pressure_bench
+from bench import publish as publish_bench
 from bench import scheduler as scheduler_bench
 from bench.workloads import WORKLOADS, Item
 from worker.cli import settings_from
@@ -76,6 +77,16 @@ def pressure(
 ) -> None:
     """A workload that wants three times the KV pool: swap, recompute, no limit, and a forecast that is always right."""
     pressure_bench.report(model, dtype, requests, rounds)
+
+
+@app.command()
+def publish(
+    streams: Annotated[int, typer.Option(min=1, help="Jobs running at once.")] = 256,
+    rate: Annotated[float, typer.Option(min=1, help="Steps a second.")] = 100.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Length of each of the two runs.")] = 10.0,
+) -> None:
+    """CPU of the worker for a token event through a real Redis, and what the engine's steps feel of it."""
+    raise typer.Exit(0 if publish_bench.report(streams, rate, seconds) else 1)
 
 
 def _engine(options: dict[str, str]) -> EngineLike:

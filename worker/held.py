@@ -60,9 +60,16 @@ class Chunk:
         self.parts.append(text)
         self.token_ids += token_ids
         if logprobs is not None:
-            if self.logprobs is None:
-                self.logprobs = []
+            self.logprobs = self.logprobs or []
             self.logprobs += logprobs
+
+    def join(self, other: Chunk) -> None:
+        """Append another."""
+        self.parts += other.parts
+        self.token_ids += other.token_ids
+        if other.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += other.logprobs
 
 
 @dataclass(eq=False)
@@ -139,9 +146,10 @@ class Job:
     def ref(self) -> Ref:
         return Ref(self.lane, self.entry, self.who.id)
 
-    @property
-    def handle(self) -> str:
-        return f"{self.lane}/{self.entry}/{self.stay}"
+    handle: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.handle = f"{self.lane}/{self.entry}/{self.stay}"
 
     @property
     def started(self) -> bool:
@@ -181,8 +189,9 @@ class Job:
         """Redis has all chunks that were numbered, or those under `below`."""
         sent = [c for c in self.chunks if c.n is not None and (below is None or c.n < below)]
         for chunk in sent:
-            whole = self.published.setdefault(chunk.index, Chunk(chunk.index, [], []))
-            whole.add(chunk.text, chunk.token_ids, chunk.logprobs)
+            whole = self.published.setdefault(chunk.index, chunk)
+            if whole is not chunk:
+                whole.join(chunk)
         self.chunks = self.chunks[len(sent) :]
 
     def begin_again(self, fence: int, attempt: int) -> None:
@@ -223,8 +232,7 @@ class Held:
             return (lane, entry) in self._entries
 
     def get(self, handle: str) -> Job | None:
-        with self._lock:
-            return self._jobs.get(handle)
+        return self._jobs.get(handle)  # one look at a dict needs no lock
 
     def owns(self, job: Job) -> bool:
         return self.get(job.handle) is job

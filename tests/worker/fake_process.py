@@ -24,7 +24,8 @@ from worker.translate import Translator
 class Faulty(FakeEngine):
     def step(self) -> StepOutput:
         prompt = list(os.environ.get("FAKE_KILL", "").encode())
-        if prompt and any(len(one.tokens[0]) >= 10 and list(one.request.prompt) == prompt for one in self._live.values()):
+        far = [list(one.request.prompt) for one in self._live.values() if len(one.tokens[0]) >= 10]
+        if prompt and prompt in far:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.steps == int(os.environ.get("FAKE_HANG", "-1")):
             threading.Event().wait()
