@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,17 +14,15 @@ import torch
 import typer
 
 from bench import measure, offline, queued
+from bench import pressure as pressure_bench
+from bench import publish as publish_bench
+from bench import scheduler as scheduler_bench
 from bench.workloads import WORKLOADS, Item
 from worker.cli import settings_from
 from worker.loading import load
 from worker.loop import EngineLike
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="The measured claims of tokenmill.")
-
-
-@app.callback()
-def _commands() -> None:
-    """Keeps `engine` a command of its own while it is the only one."""
 
 
 @app.command()
@@ -42,6 +42,7 @@ def engine(
         raise typer.BadParameter(f"unknown workload {workload!r}; known: {', '.join(WORKLOADS)}")
     if only not in (None, "offline", "redis"):
         raise typer.BadParameter(f"--only is offline or redis, not {only!r}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server and the worker are stopped
     items = WORKLOADS[workload]()[:limit]
     options = {"model": model, "dtype": dtype, "kv_cache_memory": kv_cache_memory, "max_model_len": str(max_model_len)}
     print(_machine())
@@ -59,6 +60,33 @@ def engine(
                 print(measure.line(through[-1]), flush=True)
     if direct and through:
         print(f"{workload}: through Redis / offline = {measure.ratio(through, direct):.3f}")
+
+
+@app.command()
+def scheduler() -> None:
+    """CPU time of schedule + commit a step, over the number of running and waiting sequences."""
+    scheduler_bench.report()
+
+
+@app.command()
+def pressure(
+    requests: Annotated[int, typer.Option(min=4, help="How many.")] = 96,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured runs of each setting; they alternate.")] = 1,
+    model: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "smollm2-135m",
+    dtype: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "auto",
+) -> None:
+    """A workload that wants three times the KV pool: swap, recompute, no limit, and a forecast that is always right."""
+    pressure_bench.report(model, dtype, requests, rounds)
+
+
+@app.command()
+def publish(
+    streams: Annotated[int, typer.Option(min=1, help="Jobs running at once.")] = 256,
+    rate: Annotated[float, typer.Option(min=1, help="Steps a second.")] = 100.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Length of each of the two runs.")] = 10.0,
+) -> None:
+    """CPU of the worker for a token event through a real Redis, and what the engine's steps feel of it."""
+    raise typer.Exit(0 if publish_bench.report(streams, rate, seconds) else 1)
 
 
 def _engine(options: dict[str, str]) -> EngineLike:

@@ -89,7 +89,7 @@ class BlockManager:
     def match(self, seq: Sequence) -> list[Hit]:
         """The longest prefix of a waiting sequence in either tier, leaving at least one token to compute."""
         hits: list[Hit] = []
-        if self.prefix_caching and seq.request.params.prompt_logprobs is None:
+        if self.prefix_caching and not seq.wants_prompt_logprobs:
             for i in range((seq.num_tokens - 1) // self.block_size):
                 hit = self._find(self.block_hash(seq, i))
                 if hit is None:
@@ -151,10 +151,12 @@ class BlockManager:
 
         False, and nothing changed, if there is no room now.
         """
-        table = seq.block_table
-        need = self.blocks_for(num_tokens) - len(table)
-        i, partial = divmod(seq.num_computed_tokens, self.block_size)
-        forked = partial > 0 and num_tokens > seq.num_computed_tokens and self.device.refs[table[i]] > 1
+        table, size = seq.block_table, self.block_size
+        need = -(-num_tokens // size) - len(table)
+        i, partial = divmod(seq.num_computed_tokens, size)
+        forked = partial > 0 and self.device.refs[table[i]] > 1
+        if not need and not forked:
+            return True
         if need + forked > self.device.num_free:
             return False
         if forked:  # copy on write: the block stays with whoever else holds it

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import structlog
 import torch
+from torch import Tensor
 
 from engine.config import EngineConfig, ModelOptions
 from engine.engine import Engine
 from engine.models.loading import LoadedModel, load_model
+from engine.policy import PreemptionCost
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
 from kernels.attention import get_backend
@@ -29,6 +32,8 @@ class CacheOptions:
     memory_bytes: int | None = None
     swap_bytes: int = 0
     """Memory of the host tier."""
+    swap_file: str | None = None
+    """Keep the host tier in this file, memory-mapped, instead of in anonymous memory."""
     attention: str = "auto"
     """Name of an attention backend."""
 
@@ -58,8 +63,7 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
         max_model_len=loaded.max_model_len,
     )
     pool = torch.empty((num_blocks, backend.block_bytes), dtype=torch.uint8, device=loaded.device)
-    pinned = loaded.device.type == "cuda"
-    host = torch.empty((config.host_slots, backend.block_bytes), dtype=torch.uint8, pin_memory=pinned)
+    host = _host_tier(config.host_slots, backend.block_bytes, cache.swap_file, loaded.device)
     backend.bind(pool)
     num_ids = loaded.tokenizer.size
     runner = ModelRunner(
@@ -74,6 +78,7 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
     engine = Engine(
         config,
         runner,
+        cost=PreemptionCost.on(loaded.device.type, backend.block_bytes, config.block_size, loaded.num_parameters),
         decode=loaded.tokenizer.decode,
         num_ids=num_ids,
         eos_token_ids=loaded.generation.eos_token_ids,
@@ -92,3 +97,20 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
         batch_invariant=loaded.batch_invariant,
     )
     return engine, loaded
+
+
+def _host_tier(slots: int, block_bytes: int, file: str | None, device: torch.device) -> Tensor:
+    """uint8 `[slots, block_bytes]`: pinned where the device copies by itself, or mapped from a file that is made here.
+
+    Raises:
+        ValueError: the file cannot be made as large as that.
+    """
+    if file is None or not slots:
+        return torch.empty((slots, block_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    try:
+        with open(file, "wb") as made:
+            os.posix_fallocate(made.fileno(), 0, slots * block_bytes)
+    except OSError as error:
+        raise ValueError(f"{file} cannot hold {slots * block_bytes} bytes of host tier: {error}") from error
+    mapped = torch.from_file(file, shared=True, size=slots * block_bytes, dtype=torch.uint8)
+    return mapped.view(slots, block_bytes)

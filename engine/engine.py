@@ -65,7 +65,7 @@ class Engine:
         self.gate: Callable[[list[Request]], None] | None = None
         """Called before the forward with requests that run for the first time. It may `cancel` or `drop` them; the step
         is then planned anew without them, and no token is computed for them."""
-        self._runner = runner
+        self.runner = runner
         self._decode = decode
         self._num_ids = num_ids
         self._eos = eos_token_ids
@@ -169,8 +169,8 @@ class Engine:
         self._apply_endings(deltas, finished)
         plan = self._plan(deltas, finished)
         if plan.moves:
-            self._runner.move(plan)
-            self.scheduler.moved()
+            self.runner.move(plan)
+        self.scheduler.moved()
         if plan.slices:
             self._steps += 1
             sampled = self._execute(plan)
@@ -202,7 +202,9 @@ class Engine:
     def _execute(self, plan: Plan) -> Sampled | None:
         """The forward. If it raises, the plan is abandoned and who caused it is found by running each one alone."""
         try:
-            sampled = self._runner.execute(plan)
+            sampled = self.runner.execute(plan)
+        except torch.AcceleratorError:
+            raise  # the device is lost: this process computes nothing more, so that nobody else is blamed
         except Exception as error:  # whatever it is, it must end one request, not all of them
             log.exception("step_failed", requests=len(plan.slices), tokens=plan.num_tokens)
             self.scheduler.abandon(plan)
@@ -231,7 +233,7 @@ class Engine:
                 self._prefix_hits += piece.start
         asked = [piece.seq for piece in plan.slices if piece.prompt_rows]
         for seq, found in zip(asked, sampled.prompt_logprobs, strict=True):
-            seq.prompt_logprobs += found if seq.prompt_logprobs else (None, *found)
+            seq.prompt_logprobs += found
         self.scheduler.commit(plan)
         for seq, token, logprobs in zip(plan.sampling, sampled.token_ids, sampled.logprobs, strict=True):
             if token is None:
@@ -242,7 +244,7 @@ class Engine:
                 seq.logprobs.append(logprobs)
             self._append(seq, token)
             if seq.matcher is not None and seq.matcher.error is not None:
-                ending = _Ending(Outcome.FAILED, Fault.INTERNAL, f"the grammar gave up: {seq.matcher.error}")
+                ending = _Ending(Outcome.FAILED, Fault.GRAMMAR, f"the grammar gave up: {seq.matcher.error}")
                 self._end_soon(seq.request.id, ending)
                 continue
             self._flush(seq, deltas)
@@ -313,7 +315,7 @@ class Engine:
 
     def _retire(self, seq: Sequence, status: SequenceStatus) -> None:
         self.scheduler.end(seq, status)
-        self._runner.forget(seq)
+        self.runner.forget(seq)
 
     def _close(
         self,

@@ -55,6 +55,8 @@ class Fault(enum.StrEnum):
 
     NON_FINITE_LOGITS = "non_finite_logits"
     """NaN or infinity in this request's logits; trying again would give the same."""
+    GRAMMAR = "grammar"
+    """The grammar's machinery met a limit, or allowed nothing at all; trying again would give the same."""
     OUT_OF_MEMORY = "out_of_memory"
     INTERNAL = "internal"
     """The step raised; the message says what."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.sequence import Sequence
 
 Copies = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Compute tokens `[start, start + count)` of a sequence."""
+class Slice(NamedTuple):
+    """Compute tokens `[start, start + num_tokens)` of a sequence."""
 
     seq: Sequence
     start: int
-    count: int
+    num_tokens: int
     samples: bool
     """Whether this reaches the last known token, so that the next one is sampled from its logits."""
     forks: tuple[Sequence, ...] = ()
@@ -31,10 +31,10 @@ class Slice:
     def prompt_rows(self) -> range:
         """The positions in this slice whose logits are wanted for the prompt id after them."""
         seq = self.seq
-        known = len(seq.prompt_logprobs)  # the first id has no logprob, but a place
-        wanted = seq.request.params.prompt_logprobs is not None
+        if not seq.wants_prompt_logprobs:
+            return range(0)
         return range(
-            max(self.start, known - 1), min(self.start + self.count, seq.num_prompt_tokens - 1) if wanted else 0
+            max(self.start, len(seq.prompt_logprobs) - 1), min(self.start + self.num_tokens, seq.num_prompt_tokens - 1)
         )
 
 
@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(piece.count for piece in self.slices)
+        return sum(piece.num_tokens for piece in self.slices)
 
     @property
     def sampling(self) -> tuple[Sequence, ...]:
@@ -74,7 +74,7 @@ class Plan:
         return dataclasses.replace(
             self,
             slices=tuple(
-                dataclasses.replace(piece, forks=tuple(f for f in piece.forks if not f.status.ended))
+                piece._replace(forks=tuple(f for f in piece.forks if not f.status.ended))
                 for piece in self.slices
                 if not piece.seq.status.ended
             ),

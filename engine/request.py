@@ -21,6 +21,10 @@ class InvalidRequest(RequestError):
     """A parameter or a token id is out of range for this model."""
 
 
+class GrammarError(RequestError):
+    """What a text is to match cannot be compiled."""
+
+
 class PromptTooLong(RequestError):
     """The prompt can never fit, whatever else finishes ("no room ever", as opposed to "no room now")."""
 

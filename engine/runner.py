@@ -103,7 +103,7 @@ class ModelRunner:
         prompt_rows: list[int] = []
         size = self.block_size
         for piece in plan.slices:
-            seq, end = piece.seq, piece.start + piece.count
+            seq, end = piece.seq, piece.start + piece.num_tokens
             table = seq.block_table
             ids += seq.tokens[piece.start : end]
             positions += range(piece.start, end)
@@ -116,7 +116,7 @@ class ModelRunner:
             slots=torch.tensor(slots + [-1] * padding, dtype=torch.int64),
             positions=torch.tensor(positions + [0] * padding, dtype=torch.int64),
             cu_seqlens=tuple(cu_seqlens),
-            context_lens=tuple(piece.start + piece.count for piece in plan.slices),
+            context_lens=tuple(piece.start + piece.num_tokens for piece in plan.slices),
             block_tables=tuple(tuple(piece.seq.block_table) for piece in plan.slices),
         )
         return Batch(

@@ -194,7 +194,8 @@ def _draw(logits: Tensor, columns: _Columns, noise: Tensor) -> Tensor:
     weights = scaled.exp().masked_fill_(scaled < threshold, 0.0)
     mass = weights.cumsum(-1, dtype=torch.float64)
     target = noise[:, None] * mass[:, -1:]
-    return torch.searchsorted(mass, target, right=True).squeeze(-1)
+    # The clamp is for a grammar that allows nothing: it refuses whatever is drawn, and the request ends.
+    return torch.searchsorted(mass, target, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
 
 
 def _edges(scaled: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int) -> Tensor:
@@ -270,17 +271,26 @@ class _Counts:
 
 def token_logprobs(values: Tensor, tokens: Seq[int], top: int) -> list[TokenLogprobs]:
     """For each row of log-probabilities `[R, ids]`: its token's and the `top` highest, equal ones by id."""
-    best, ids = values.topk(min(top, values.shape[-1]), dim=-1)
     chosen = values.gather(-1, torch.tensor(tokens, device=values.device)[:, None]).squeeze(-1).tolist()
+    ranked = _ranked(values, top) if top else [()] * len(tokens)
+    return [TokenLogprobs(Logprob(token, mine), best) for token, mine, best in zip(tokens, chosen, ranked, strict=True)]
+
+
+def _ranked(values: Tensor, top: int) -> list[tuple[Logprob, ...]]:
+    """The `top` highest of each row. `topk` takes any of equal ones, so ties at its edge are looked at again."""
+    top = min(top, values.shape[-1])
+    best, ids = values.topk(top, dim=-1)
+    ties = ((values >= best[:, -1:]).sum(-1) > top).tolist()
+    rows = list(zip(best.tolist(), ids.tolist(), strict=True))
+    for i, tied in enumerate(ties):
+        if tied:
+            candidates = (values[i] >= best[i, -1]).nonzero().squeeze(-1)
+            rows[i] = values[i, candidates].tolist(), candidates.tolist()
     return [
-        TokenLogprobs(
-            Logprob(token, mine),
-            tuple(
-                Logprob(i, p)
-                for p, i in sorted(zip(best_row, id_row, strict=True), key=lambda pair: (-pair[0], pair[1]))
-            ),
+        tuple(
+            Logprob(token, p) for p, token in sorted(zip(*row, strict=True), key=lambda pair: (-pair[0], pair[1]))[:top]
         )
-        for token, mine, best_row, id_row in zip(tokens, chosen, best.tolist(), ids.tolist(), strict=True)
+        for row in rows
     ]
 
 

@@ -13,7 +13,8 @@ Decoding, chunked prefill, prefix hits and recomputing after a preemption are al
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -73,8 +74,8 @@ class Scheduler:
         self.recomputes = 0
         self._children: dict[Sequence, list[Sequence]] = {}
         """First choice → the other choices of its request, held back until its prompt is computed."""
-        self._computing: dict[bytes, Sequence] = {}
-        """Hash of a prefix block → the running sequence that is about to compute it."""
+        self._lanes = Counter[int]()
+        """How many of each lane run."""
         self._watermark = int(config.watermark * config.num_blocks)
 
     # ── places ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -107,10 +108,15 @@ class Scheduler:
             _remove(self.swapped, seq)
         self.blocks.free(seq)
 
+    def _join_running(self, seq: Sequence) -> None:
+        seq.move_to(SequenceStatus.RUNNING)
+        bisect.insort(self.running, seq, key=policy.rank)
+        self._lanes[seq.request.priority] += 1
+
     def _leave_running(self, seq: Sequence) -> None:
         _remove(self.running, seq)
-        for digest in [d for d, owner in self._computing.items() if owner is seq]:
-            self._release(digest)
+        self._lanes[seq.request.priority] -= 1
+        self.waiting.will_not(seq)
 
     def _free_children(self, first: Sequence) -> None:
         """Those still held back wait like anybody else: the prompt's blocks will be a prefix hit for them."""
@@ -124,11 +130,12 @@ class Scheduler:
         """Plan a step; with `only`, for the sequences of that request alone."""
         draft = _Draft(self.budget, only)
         for seq in self._in_turn(draft):
-            if draft.budget and seq.status is SequenceStatus.RUNNING:
+            if draft.budget and seq.status is SequenceStatus.RUNNING:  # it may have been preempted meanwhile
                 self._go_on(seq, draft)
         if not draft.preempted:
             self._let_in(draft)
-        self._plan_forks(draft)
+        if self._children:
+            self._plan_forks(draft)
         moves = self.blocks.moves
         slices = tuple(
             Slice(seq, seq.num_computed_tokens, count, count == seq.num_uncomputed_tokens, draft.forks.get(seq, ()))
@@ -143,24 +150,30 @@ class Scheduler:
             copies=tuple((read, write) for write, read in moves.copies.items()),
         )
 
-    def _in_turn(self, draft: _Draft) -> Iterator[Sequence]:
-        """Running sequences in order, those that decode before those that prefill; safe against preemption."""
-        running = [seq for seq in self.running if draft.concerns(seq)]
-        yield from (seq for seq in running if seq.num_uncomputed_tokens == 1)
-        yield from (seq for seq in running if seq.num_uncomputed_tokens != 1)
+    def _in_turn(self, draft: _Draft) -> list[Sequence]:
+        """Running sequences in order, those that decode before those that prefill."""
+        running = self.running if draft.only is None else [seq for seq in self.running if draft.concerns(seq)]
+        decoding = [seq for seq in running if seq.num_uncomputed_tokens == 1]
+        if len(decoding) == len(running):
+            return decoding
+        return decoding + [seq for seq in running if seq.num_uncomputed_tokens != 1]
 
     def _go_on(self, seq: Sequence, draft: _Draft) -> None:
         """Give a running sequence its next tokens, taking blocks from others or, at last, from itself."""
         count = self._chunk(seq, draft.budget)
         draft.counts[seq] = count
         draft.budget -= count
-        while seq in draft.counts and not self.blocks.allocate(seq, seq.num_computed_tokens + count):
+        allocate, end = self.blocks.allocate, seq.num_computed_tokens + count
+        while seq.status is SequenceStatus.RUNNING and not allocate(seq, end):
             # The first in the order of service is spared unless it is alone, which is why every step makes progress.
             self._preempt(policy.victim(self.running[1:] or self.running, self.blocks.device), draft)
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
-        count = min(seq.num_uncomputed_tokens, budget)
-        if seq.request.params.prompt_logprobs is not None and seq.num_computed_tokens < seq.num_prompt_tokens:
+        count = seq.num_uncomputed_tokens
+        if count == 1:
+            return 1
+        count = min(count, budget)
+        if seq.wants_prompt_logprobs:
             count = min(count, _PROMPT_LOGPROBS_CHUNK)
         return count
 
@@ -189,8 +202,10 @@ class Scheduler:
         """
         blocked: list[Sequence] = []
         skipped: list[Sequence] = []
-        while draft.budget and (seq := self._next(draft, skipped)) is not None:
+        while draft.budget and self._may_pass(blocked) and (seq := self._next(draft, skipped)) is not None:
             swapped = seq.status is SequenceStatus.SWAPPED
+            if self._is_full and not self._runs_below(seq):
+                break
             hits = self.blocks.swapped(seq) if swapped else self.blocks.match(seq)
             if not swapped and self._park(seq, len(hits)):
                 continue
@@ -199,7 +214,7 @@ class Scheduler:
                 for passed in blocked:
                     passed.overtaken += 1
                 continue
-            if swapped or self._take_place(seq, hits, draft) or not self._may_be_overtaken(seq, blocked):
+            if swapped or self._take_place(seq, hits, draft) or len(blocked) == _LOOKAHEAD:
                 break
             self.waiting.pop()
             blocked.append(seq)
@@ -218,7 +233,7 @@ class Scheduler:
 
     def _may_enter(self, seq: Sequence, hits: list[Hit]) -> bool:
         """Whether there is room for all tokens of `seq` now, and for all that run to end as long as is expected."""
-        if len(self.running) >= self.config.max_num_seqs:
+        if self._is_full:
             return False
         spare = self.blocks.room_for(seq.num_tokens, hits)
         if not self.running:
@@ -237,20 +252,29 @@ class Scheduler:
 
     def _take_place(self, seq: Sequence, hits: list[Hit], draft: _Draft) -> bool:
         """Preempt one of a lower lane, if that can make room for `seq`; it comes in at a later step then."""
+        if draft.entered or not self._runs_below(seq):
+            return False
         lower = [s for s in self.running if _goes_before(seq, s)]
         room = self.blocks.room_for(seq.num_tokens, hits) + sum(len(s.block_table) for s in lower)
-        if draft.entered or not lower or room < 0:
+        if not lower or room < 0:
             return False
         self._preempt(policy.victim(lower, self.blocks.device), draft)
         return True
 
-    def _may_be_overtaken(self, seq: Sequence, blocked: list[Sequence]) -> bool:
-        return (
-            len(self.running) < self.config.max_num_seqs
-            and len(blocked) < _LOOKAHEAD
-            and seq.overtaken < self.config.max_overtakes
-            and not self.swapped
-        )
+    def _may_pass(self, blocked: list[Sequence]) -> bool:
+        """Whether others may come in before those for whom there is no room."""
+        if not blocked:
+            return True
+        patient = all(seq.overtaken < self.config.max_overtakes for seq in blocked)
+        return patient and not self.swapped and not self._is_full
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.running) >= self.config.max_num_seqs
+
+    def _runs_below(self, seq: Sequence) -> bool:
+        """Whether a lane below that of `seq` has running sequences."""
+        return any(count and lane > seq.request.priority for lane, count in self._lanes.items())
 
     def _enter(self, seq: Sequence, hits: list[Hit], draft: _Draft) -> None:
         """Give a waiting or swapped sequence its blocks and its first tokens of this step."""
@@ -264,16 +288,16 @@ class Scheduler:
         count = self._chunk(seq, draft.budget)
         self.blocks.allocate(seq, seq.num_computed_tokens + count)
         waited = seq.status is SequenceStatus.WAITING
-        seq.move_to(SequenceStatus.RUNNING)
+        self._join_running(seq)
         if waited:
             self.waiting.left()
-        bisect.insort(self.running, seq, key=policy.rank)
         draft.counts[seq] = count
         draft.budget -= count
         draft.entered += 1
         if self.blocks.prefix_caching:
-            for i in range(seq.num_computed_tokens // self.config.block_size, seq.num_tokens // self.config.block_size):
-                self._computing.setdefault(self.blocks.block_hash(seq, i), seq)
+            size = self.config.block_size
+            blocks = range(seq.num_computed_tokens // size, seq.num_tokens // size)
+            self.waiting.will_compute(seq, (self.blocks.block_hash(seq, i) for i in blocks))
 
     def _plan_forks(self, draft: _Draft) -> None:
         """Where a prompt is complete after this step, its other choices start: as many as there is room for."""
@@ -285,23 +309,12 @@ class Scheduler:
                 room = self.blocks.num_free - self._watermark - planned
                 draft.forks[seq] = tuple(self._children[seq][: max(0, min(places, room))])
 
-    # ── prefixes being computed right now ─────────────────────────────────────────────────────────────────────────
-
     def _park(self, seq: Sequence, hits: int) -> bool:
         """Whether `seq` had better wait, since the next block of its prefix is being computed by another."""
-        if not self.blocks.prefix_caching or hits >= (seq.num_tokens - 1) // self.config.block_size:
+        shares = self.blocks.prefix_caching and not seq.wants_prompt_logprobs
+        if not shares or hits >= (seq.num_tokens - 1) // self.config.block_size:
             return False
-        digest = self.blocks.block_hash(seq, hits)
-        if digest not in self._computing or seq.request.params.prompt_logprobs is not None:
-            return False
-        self.waiting.pop()
-        self.waiting.park(seq, digest)
-        return True
-
-    def _release(self, digest: bytes) -> None:
-        """The block is computed, or will not be."""
-        self._computing.pop(digest, None)
-        self.waiting.release(digest)
+        return self.waiting.park(self.blocks.block_hash(seq, hits))
 
     # ── the end of a step ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -314,14 +327,14 @@ class Scheduler:
         size = self.config.block_size
         for piece in plan.slices:
             seq = piece.seq
-            seq.num_computed_tokens = piece.start + piece.count
+            seq.num_computed_tokens = piece.start + piece.num_tokens
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = piece.start
-            self.blocks.register(seq, piece.start)
-            if self._computing:
-                for i in range(piece.start // size, seq.num_computed_tokens // size):
-                    self._release(self.blocks.block_hash(seq, i))
-            if piece.samples and seq in self._children:
+            done, full = piece.start // size, seq.num_computed_tokens // size
+            if full > done:
+                self.blocks.register(seq, piece.start)
+                self.waiting.computed(self.blocks.block_hash(seq, i) for i in range(done, full))
+            if piece.samples and self._children and seq in self._children:
                 self._fork(seq, piece.forks)
         self.budget = min(self.config.max_num_batched_tokens, self.budget + max(1, self.budget // 16))
 
@@ -330,8 +343,7 @@ class Scheduler:
             self._children[seq].remove(child)
             child.num_cached_tokens = child.num_prompt_tokens
             self.blocks.fork(seq, child)
-            child.move_to(SequenceStatus.RUNNING)
-            bisect.insort(self.running, child, key=policy.rank)
+            self._join_running(child)
         self._free_children(seq)
 
     def abandon(self, plan: Plan) -> None:
@@ -377,15 +389,12 @@ class Scheduler:
                     seq.host_table and status is not SequenceStatus.SWAPPED
                 ):
                     raise IntegrityError(f"{seq!r} holds blocks of another state")
-        if self.waiting.count != len(list(self.waiting)):
-            raise IntegrityError(f"{self.waiting.count} counted as waiting, {len(list(self.waiting))} are")
+        self.waiting.check_integrity()
+        if +self._lanes != Counter(seq.request.priority for seq in self.running):
+            raise IntegrityError("the lanes of what runs are counted wrongly")
         for group in (self.running, self.swapped):
             if [policy.rank(s) for s in group] != sorted(policy.rank(s) for s in group):
                 raise IntegrityError("out of order")
-        if any(owner.status is not SequenceStatus.RUNNING for owner in self._computing.values()):
-            raise IntegrityError("a prefix is waited for that nobody computes")
-        if not self.waiting.parked_behind <= set(self._computing):
-            raise IntegrityError("a sequence is parked behind a prefix that nobody computes")
         if any(first.status.ended for first in self._children):
             raise IntegrityError("a choice waits to be forked from one that has ended")
 

@@ -124,8 +124,8 @@ class Sequence:
         self.text = text
         self.logprobs: list[TokenLogprobs] = []
         """One entry an output id, where asked for."""
-        self.prompt_logprobs: list[TokenLogprobs | None] = []
-        """One entry a prompt id computed so far, where asked for."""
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+        """One entry a prompt id computed so far, where asked for; the first has no probability."""
         self.matcher: Matcher | None = request.grammar.matcher() if request.grammar is not None else None
         """How far the text has come in its grammar."""
         self.status = SequenceStatus.WAITING
@@ -154,6 +154,12 @@ class Sequence:
     @property
     def output_tokens(self) -> list[int]:
         return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether logprobs of prompt ids are still to be computed; the first choice does it for all."""
+        wanted = self.request.params.prompt_logprobs is not None and self.index == 0
+        return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:

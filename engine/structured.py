@@ -13,22 +13,25 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import llguidance
 import llguidance.torch
+import orjson
 import torch
 from torch import Tensor
 
+from engine.guard import Guard, compile_source
+from engine.request import GrammarError
+
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
+
+__all__ = ["Grammar", "GrammarCompiler", "GrammarError", "GuidanceMatcher", "Matcher", "apply_masks"]
 
 Kind = Literal["json_object", "json", "regex", "grammar", "choice"]
 
 MAX_SPEC_BYTES = 256 * 1024
 """Larger schemas, patterns and grammars are refused."""
+_LINE = 200
 _JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": False}
 """Compact JSON: free white space would let a model go on for ever without breaking a rule."""
-
-
-class GrammarError(ValueError):
-    """A grammar that cannot be compiled; the message is for its sender."""
 
 
 class Matcher(Protocol):
@@ -54,25 +57,37 @@ class Matcher(Protocol):
 
 
 class Grammar:
-    """A compiled grammar; `matcher` gives a fresh start."""
+    """A compiled grammar; `matcher` gives a fresh start.
+
+    Raises:
+        GrammarError: it cannot be compiled, or no text matches it.
+    """
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, source: str) -> None:
-        self._first = llguidance.LLMatcher(tokenizer, source)
+        self._words = -(-tokenizer.vocab_size // 32)
+        self._first = compile_source(tokenizer, source)
         if self._first.is_error():
-            raise GrammarError(_first_line(self._first.get_error()))
+            raise GrammarError(explain(self._first.get_error()))
 
     def matcher(self) -> GuidanceMatcher:
-        return GuidanceMatcher(self._first.deep_copy())
+        return GuidanceMatcher(self._first.deep_copy(), self._words)
 
 
 class GuidanceMatcher:
     """`Matcher` by llguidance."""
 
-    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, words: int) -> None:
+        """`words`: int32s of a mask over all ids that the matcher knows."""
         self._matcher = matcher
+        self._words = words
 
     def fill(self, mask: Tensor, row: int) -> None:
-        llguidance.torch.fill_next_token_bitmask(self._matcher, mask, row)
+        if mask.shape[1] == self._words:
+            llguidance.torch.fill_next_token_bitmask(self._matcher, mask, row)
+            return
+        whole = torch.zeros((1, self._words), dtype=torch.int32)  # a tokenizer may know more ids than the model has
+        llguidance.torch.fill_next_token_bitmask(self._matcher, whole)
+        mask[row] = whole[0, : mask.shape[1]]
 
     def accept(self, token: int) -> bool:
         return bool(self._matcher.consume_token(token))
@@ -83,16 +98,20 @@ class GuidanceMatcher:
 
     @property
     def error(self) -> str | None:
-        return _first_line(self._matcher.get_error()) if self._matcher.is_error() else None
+        return explain(self._matcher.get_error()) if self._matcher.is_error() else None
 
 
 class GrammarCompiler:
-    """Compiles and caches grammars for one tokenizer. Any thread may call it."""
+    """Compiles grammars for one tokenizer, and remembers them and what it refused. Any thread may call it.
 
-    def __init__(self, tokenizer: llguidance.LLTokenizer, cache_size: int = 256) -> None:
+    A new grammar is tried in another process first, see `engine.guard`.
+    """
+
+    def __init__(self, tokenizer: llguidance.LLTokenizer, guard: Guard | None = None, cache_size: int = 128) -> None:
         self._tokenizer = tokenizer
+        self._guard = guard
         self._size = cache_size
-        self._cache: OrderedDict[tuple[Kind, str], Grammar] = OrderedDict()
+        self._cache: OrderedDict[tuple[Kind, str], Grammar | GrammarError] = OrderedDict()
         self._lock = threading.Lock()
 
     def compile(self, kind: Kind, spec: Any) -> Grammar:
@@ -106,51 +125,72 @@ class GrammarCompiler:
             raise GrammarError(f"larger than {MAX_SPEC_BYTES} bytes")
         key = (kind, text)
         with self._lock:
-            if key in self._cache:
+            known = self._cache.get(key)
+            if known is not None:
                 self._cache.move_to_end(key)
-                return self._cache[key]
-        grammar = self._compile(kind, spec)
-        with self._lock:
-            self._cache[key] = grammar
-            while len(self._cache) > self._size:
-                self._cache.popitem(last=False)
-        return grammar
+        if known is None:
+            known = self._compile(kind, spec)
+            with self._lock:
+                self._cache[key] = known
+                while len(self._cache) > self._size:
+                    self._cache.popitem(last=False)
+        if isinstance(known, GrammarError):
+            raise GrammarError(str(known))
+        return known
 
-    def _compile(self, kind: Kind, spec: Any) -> Grammar:
+    def _compile(self, kind: Kind, spec: Any) -> Grammar | GrammarError:
         try:
             source = _source(kind, spec)
-            problem = llguidance.LLMatcher.validate_grammar(source, self._tokenizer)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise GrammarError(_first_line(str(error))) from error
-        if problem:
-            raise GrammarError(_first_line(problem))
-        return Grammar(self._tokenizer, source)
+            problem = self._guard.problem(source) if self._guard else None
+            return GrammarError(explain(problem)) if problem else Grammar(self._tokenizer, source)
+        except RecursionError:
+            return GrammarError("nested too deeply")
+        except GrammarError as error:
+            return error
+        except (ValueError, TypeError) as error:
+            return GrammarError(explain(str(error)))
 
 
 def _source(kind: Kind, spec: Any) -> str:
+    """The grammar as llguidance reads it.
+
+    Raises:
+        ValueError, TypeError, RecursionError: it is none.
+    """
     match kind:
         case "json_object":
-            schema: Any = {"type": "object"}
-            return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+            return _json_source({"type": "object"})
         case "json":
-            schema = json.loads(spec) if isinstance(spec, str) else spec
-            if not isinstance(schema, dict | bool):
-                raise GrammarError("a JSON schema is an object, true or false")
-            if isinstance(schema, bool):
-                schema = {} if schema else {"not": {}}
-            return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+            return _json_source(orjson.loads(spec) if isinstance(spec, str) else spec)
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(spec)
         case "choice":
-            options = " | ".join(json.dumps(option, ensure_ascii=False) for option in spec)
-            return llguidance.LLMatcher.grammar_from_lark(f"start: {options}")
+            return llguidance.LLMatcher.grammar_from_regex("|".join(f"({_literal(option)})" for option in spec))
         case "grammar":
             return llguidance.grammar_from("grammar", spec)
 
 
-def _first_line(message: str) -> str:
-    line = message.strip().splitlines()[0] if message.strip() else "not a valid grammar"
-    return line[:500]
+def _json_source(schema: Any) -> str:
+    if not isinstance(schema, dict | bool):
+        raise GrammarError("a JSON schema is an object, true or false")
+    if schema is False:
+        raise GrammarError("nothing is valid under the schema false")
+    return llguidance.LLMatcher.grammar_from_json_schema({} if schema is True else schema, overrides=_JSON_OPTIONS)
+
+
+def _literal(text: str) -> str:
+    """A pattern of this text alone."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+def explain(problem: str) -> str:
+    """One short line of what llguidance says: the first, and the one that gives a reason, if any."""
+    lines = problem.strip().splitlines() or ["not a valid grammar"]
+    if lines[0].startswith("NoExtension"):
+        return "no text matches it"
+    first = lines[0] if len(lines[0]) <= _LINE else lines[0][:_LINE] + "…"
+    reason = next((line for line in lines[1:] if line.startswith("error: ")), "")
+    return f"{first} {reason[:_LINE]}".strip()
 
 
 def apply_masks(logits: Tensor, matchers: dict[int, Matcher]) -> None:

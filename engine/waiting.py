@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from engine import policy
+from engine.block_pool import IntegrityError
 from engine.sequence import Sequence, SequenceStatus
 
 
 class WaitingQueue:
     """WAITING sequences in the order of `policy.rank`. Ended ones may leave entries behind, which are skipped.
 
-    Parked sequences wait too, but are not offered: `park` puts them behind the hash of a prefix block that a running
-    sequence is about to compute, `release` brings them back. Nothing here scans the queue.
+    Parked sequences wait too, but are not offered: they wait behind a prefix block that a running sequence is about to
+    compute (`will_compute`), rather than compute it as well, until it has (`computed`) or never will (`will_not`).
+    Nothing here scans the queue.
     """
 
     def __init__(self) -> None:
         self.count = 0
         """Sequences that wait, parked ones included."""
         self._heap: list[tuple[policy.Rank, Sequence]] = []
+        self._computing: dict[bytes, Sequence] = {}
+        """Hash of a prefix block → the running sequence that is about to compute it."""
         self._parked: dict[bytes, list[Sequence]] = {}
 
     def __bool__(self) -> bool:
@@ -52,18 +56,48 @@ class WaitingQueue:
         if seq.status is SequenceStatus.WAITING:
             heapq.heappush(self._heap, (policy.rank(seq), seq))
 
-    def park(self, seq: Sequence, digest: bytes) -> None:
-        """Let a popped sequence wait until the block of this hash is computed, or will not be."""
-        self._parked.setdefault(digest, []).append(seq)
+    # ── prefixes being computed right now ─────────────────────────────────────────────────────────────────────────
 
-    def release(self, digest: bytes) -> None:
-        """Offer those who were parked behind this hash."""
+    def will_compute(self, seq: Sequence, digests: Iterable[bytes]) -> None:
+        """A running sequence is about to compute the prefix blocks of these hashes."""
+        for digest in digests:
+            self._computing.setdefault(digest, seq)
+
+    def computed(self, digests: Iterable[bytes]) -> None:
+        """These blocks can be found now."""
+        for digest in digests:
+            self._release(digest)
+
+    def will_not(self, seq: Sequence) -> None:
+        """This sequence does not run any more."""
+        for digest in [digest for digest, owner in self._computing.items() if owner is seq]:
+            self._release(digest)
+
+    def park(self, digest: bytes) -> bool:
+        """Let the sequence on offer wait for this block, if somebody is computing it."""
+        seq = self.peek()
+        if seq is None or digest not in self._computing:
+            return False
+        self.pop()
+        self._parked.setdefault(digest, []).append(seq)
+        return True
+
+    def _release(self, digest: bytes) -> None:
+        self._computing.pop(digest, None)
         for seq in self._parked.pop(digest, ()):
             self.put_back(seq)
 
-    @property
-    def parked_behind(self) -> set[bytes]:
-        return set(self._parked)
+    def check_integrity(self) -> None:
+        """
+        Raises:
+            IntegrityError: somebody is counted wrongly, or waits for what nobody computes.
+        """
+        if self.count != len(list(self)):
+            raise IntegrityError(f"{self.count} counted as waiting, {len(list(self))} are")
+        if any(owner.status is not SequenceStatus.RUNNING for owner in self._computing.values()):
+            raise IntegrityError("a prefix is waited for that nobody computes")
+        if not set(self._parked) <= set(self._computing):
+            raise IntegrityError("a sequence is parked behind a prefix that nobody computes")
 
     def __iter__(self) -> Iterator[Sequence]:
         """All of them, in no order (for self-checks)."""

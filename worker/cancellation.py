@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import redis
 
@@ -57,6 +58,7 @@ class Canceller:
         for job, reason in zip(jobs, self._client.mget([self._keys.cancel(job.id) for job in jobs]), strict=True):
             if reason is not None:
                 job.cancel_reason = _text(reason)
+                job.cancel_seen_at = job.cancel_seen_at or time.monotonic()
                 self._loop.post(Cancel(job.handle))
 
 

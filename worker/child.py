@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,6 +13,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+_RUN = (
+    "import sys; from worker.child import die_with; die_with(int(sys.argv.pop(1))); from worker.cli import run; run()"
+)
+_PR_SET_PDEATHSIG = 1  # prctl(2), Linux
+
+
+def die_with(parent: int) -> None:
+    """Have this process get SIGTERM when its parent is gone, however that ended; called first thing in the child."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it was gone already
+        raise SystemExit(1)
 
 
 class WorkerEnded(RuntimeError):
@@ -52,9 +67,10 @@ class WorkerProcess:
 def worker_process(*options: str, environ: Mapping[str, str] | None = None) -> Iterator[WorkerProcess]:
     """Run `tokenmill worker` with these options for the length of the block; what is left of it then is stopped.
 
-    It has a session of its own, so that Ctrl-C on a terminal reaches the parent alone, which then stops it in order.
+    It has a session of its own, so that Ctrl-C on a terminal reaches the parent alone, which then stops it in order. A
+    parent that is killed takes it along. Call it on the main thread: the kernel watches the thread that forked.
     """
-    command = [sys.executable, "-m", "worker.cli", *options]
+    command = [sys.executable, "-c", _RUN, str(os.getpid()), *options]
     with tempfile.NamedTemporaryFile(prefix="tokenmill-worker-", suffix=".log") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, start_new_session=True

@@ -12,6 +12,7 @@ from engine.request import Request
 from producer.protocol.errors import ErrorCode, JobError
 from producer.protocol.result import Status
 from producer.protocol.scripts import Scripts, Started, StartOptions, StartStatus
+from worker.blame import Quarantine
 from worker.held import Held, Job, new_nonce
 from worker.link import Contact, passing
 from worker.loop import EngineLoop
@@ -19,6 +20,8 @@ from worker.results import Answer, gave_up
 
 log = structlog.get_logger()
 
+TURN_SECONDS = 0.1
+"""Until a job that had to let another go first is looked at again."""
 RETRY_SECONDS = 0.5
 """Until a job whose START did not get through is tried again."""
 
@@ -26,11 +29,14 @@ RETRY_SECONDS = 0.5
 class Gate:
     """Called by the engine, on its thread, with a client of its own that does not retry for long."""
 
-    def __init__(self, scripts: Scripts, held: Held, loop: EngineLoop, contact: Contact) -> None:
+    def __init__(
+        self, scripts: Scripts, held: Held, loop: EngineLoop, contact: Contact, quarantine: Quarantine
+    ) -> None:
         self._scripts = scripts
         self._held = held
         self._loop = loop
         self._contact = contact
+        self._quarantine = quarantine
         self.closed = False
         """While draining nothing new is started."""
 
@@ -38,6 +44,11 @@ class Gate:
         """START all of them; who may not run is dropped from the engine before anything is computed for it."""
         starting: list[tuple[Job, Request]] = []
         for request in requests:
+            job = self._held.get(request.id)
+            if job is not None and not self.closed and not self._quarantine.admits(job):
+                self._loop.engine.drop(request.id)
+                self._loop.defer(dataclasses.replace(request), TURN_SECONDS)
+                continue
             job = self._held.begin(request.id)
             if job is None:
                 self._loop.engine.drop(request.id)
@@ -69,12 +80,17 @@ class Gate:
         return True
 
     def _apply(self, job: Job, started: Started) -> None:
-        job.attempt = started.attempt
+        job.attempt, job.tries = started.attempt, started.tries
         match started.status:
             case StartStatus.OK:
                 job.started_at = time.monotonic()
                 job.queued_ms = max(0, started.now_ms - job.ref.added_ms)
                 job.fence = started.fence
+                telemetry = self._loop.telemetry
+                if job.suspect:
+                    telemetry.suspects.inc()
+                telemetry.queue_time.add(job.queued_ms / 1000)
+                telemetry.prompt_tokens += job.prompt_tokens or 0
             case StartStatus.CANCELLED:
                 job.cancel_reason = started.reason
                 self._answer(job, Answer(job.handle, Status.CANCELLED))
@@ -98,5 +114,7 @@ def _options(job: Job) -> StartOptions:
         "prompt_tokens": job.prompt_tokens or 0,
         "ttl_ms": job.ttl_ms,
         "max_attempts": job.max_attempts,
+        "alone": job.suspect,
+        "strict": job.strict,
         "nonce": job.nonce,
     }

@@ -8,7 +8,9 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+from engine.outputs import TokenLogprobs
 from producer.protocol.job import Identity
 from producer.protocol.scripts import Ref
 
@@ -26,6 +28,17 @@ def new_nonce() -> str:
     return secrets.token_hex(8)
 
 
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What a job's text must match, before it is compiled."""
+
+    key: str
+    """Of the body, for messages."""
+    kind: str
+    """`json_object`, `json`, `regex`, `grammar` or `choice`."""
+    spec: Any
+
+
 @dataclass(slots=True)
 class Chunk:
     """Text of one choice on its way to Redis."""
@@ -33,12 +46,30 @@ class Chunk:
     index: int
     parts: list[str]
     token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    """One an id, where asked for."""
     n: int | None = None
     """Its place in the job's events; None until it is sent for the first time, and fixed from then on."""
 
     @property
     def text(self) -> str:
         return "".join(self.parts)
+
+    def add(self, text: str, token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs] | None) -> None:
+        """Append to it."""
+        self.parts.append(text)
+        self.token_ids += token_ids
+        if logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += logprobs
+
+    def join(self, other: Chunk) -> None:
+        """Append another."""
+        self.parts += other.parts
+        self.token_ids += other.token_ids
+        if other.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += other.logprobs
 
 
 @dataclass(eq=False)
@@ -60,6 +91,10 @@ class Job:
     callback: str | None = None
     ttl_ms: int | None = None
     max_attempts: int = 1
+    strict: bool = False
+    """Whether its producer named a cap on its starts."""
+    suspect: bool = False
+    """Whether it runs alone, see `blame.py`."""
     stay: int = field(default_factory=itertools.count().__next__)
     """Tells one taking of an entry from the next."""
     lease_until: float = 0.0
@@ -68,6 +103,7 @@ class Job:
     # From the body.
     token_ids: bool = False
     """Whether events and result carry token ids."""
+    structure: Structure | None = None
     clamped: dict[str, int] = field(default_factory=dict)
     """What was reduced, and to what."""
     prompt_tokens: int | None = None
@@ -79,15 +115,23 @@ class Job:
     fence: int = 0
     """Handed out by START; 0 before it."""
     attempt: int = 0
+    tries: int = 0
+    """Starts that count against `max_attempts`."""
     started_at: float = 0.0
     """`time.monotonic()` at START."""
     queued_ms: int | None = None
     """From the entry ID's time to START."""
     first_token_at: float | None = None
     """`time.monotonic()` when the first token was computed."""
+    last_text_at: float | None = None
+    """`time.monotonic()` of its latest piece of text."""
     cancel_reason: str | None = None
+    cancel_seen_at: float | None = None
+    """`time.monotonic()` when its cancel key was first seen."""
 
     # Touched by the publisher alone.
+    tokens: int = 0
+    """Generated so far."""
     chunks: list[Chunk] = field(default_factory=list)
     """Not yet known to be in Redis."""
     next_n: int = 1
@@ -102,9 +146,10 @@ class Job:
     def ref(self) -> Ref:
         return Ref(self.lane, self.entry, self.who.id)
 
-    @property
-    def handle(self) -> str:
-        return f"{self.lane}/{self.entry}/{self.stay}"
+    handle: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.handle = f"{self.lane}/{self.entry}/{self.stay}"
 
     @property
     def started(self) -> bool:
@@ -115,7 +160,9 @@ class Job:
         """Milliseconds from the entry ID's time to a `time.monotonic()` moment; None before START."""
         return None if self.queued_ms is None else self.queued_ms + round((moment - self.started_at) * 1000)
 
-    def add_text(self, index: int, text: str, token_ids: Iterable[int]) -> None:
+    def add_text(
+        self, index: int, text: str, token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs] | None = None
+    ) -> None:
         """Keep new text of a choice for the next write; what was not sent yet grows."""
         for chunk in self.chunks:
             if chunk.n is None and chunk.index == index:
@@ -123,8 +170,7 @@ class Job:
         else:
             chunk = Chunk(index, [], [])
             self.chunks.append(chunk)
-        chunk.parts.append(text)
-        chunk.token_ids += token_ids
+        chunk.add(text, token_ids, logprobs)
 
     def number_chunks(self) -> list[Chunk]:
         """The chunks in order, each with its place."""
@@ -143,9 +189,9 @@ class Job:
         """Redis has all chunks that were numbered, or those under `below`."""
         sent = [c for c in self.chunks if c.n is not None and (below is None or c.n < below)]
         for chunk in sent:
-            whole = self.published.setdefault(chunk.index, Chunk(chunk.index, [], []))
-            whole.parts += chunk.parts
-            whole.token_ids += chunk.token_ids
+            whole = self.published.setdefault(chunk.index, chunk)
+            if whole is not chunk:
+                whole.join(chunk)
         self.chunks = self.chunks[len(sent) :]
 
     def begin_again(self, fence: int, attempt: int) -> None:
@@ -153,7 +199,7 @@ class Job:
         self.confirm()
         unsent, self.chunks = self.chunks, []
         for chunk in [*self.published.values(), *unsent]:
-            self.add_text(chunk.index, chunk.text, chunk.token_ids)
+            self.add_text(chunk.index, chunk.text, chunk.token_ids, chunk.logprobs)
         self.published = {}
         self.fence, self.attempt, self.next_n = fence, attempt, 1
 
@@ -186,8 +232,7 @@ class Held:
             return (lane, entry) in self._entries
 
     def get(self, handle: str) -> Job | None:
-        with self._lock:
-            return self._jobs.get(handle)
+        return self._jobs.get(handle)  # one look at a dict needs no lock
 
     def owns(self, job: Job) -> bool:
         return self.get(job.handle) is job

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import redis
 import structlog
 
+from engine.request import Request
 from producer.protocol.errors import ErrorCode, JobError
 from producer.protocol.job import identify, parse_entry
 from producer.protocol.keys import GROUP, LANES
 from producer.protocol.scripts import Delivery, Ref, Scripts
+from worker.blame import Quarantine
 from worker.exits import Exit
 from worker.held import Held, Job
 from worker.link import Contact, RedisClock, no_group, passing
@@ -25,6 +29,10 @@ from worker.translate import Translator
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
+
+COMPILERS = 2
+"""Threads that compile grammars while their jobs wait and others are read."""
 PAUSE_SECONDS = 0.2
 """Between two looks at a paused or unreachable queue."""
 
@@ -41,6 +49,7 @@ class Intake:
         loop: EngineLoop,
         translator: Translator,
         sweeper: Sweeper,
+        quarantine: Quarantine,
         clock: RedisClock,
         contact: Contact,
         mailbox: Mailbox,
@@ -54,17 +63,25 @@ class Intake:
         self._loop = loop
         self._translator = translator
         self._sweeper = sweeper
+        self._quarantine = quarantine
         self._clock = clock
         self._contact = contact
         self._mailbox = mailbox
         self._stop = stop
+        self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
 
     def run(self) -> None:
         """Read until `stop` is set."""
+        try:
+            self._read_on()
+        finally:
+            self._compilers.shutdown(wait=False, cancel_futures=True)
+
+    def _read_on(self) -> None:
         while not self._stop.is_set():
             try:
-                self.round()
-                self._contact.ok()
+                if self.round():
+                    self._contact.ok()
             except redis.RedisError as error:
                 if no_group(error):
                     log.warning("group_missing", doing="create it at 0", error=str(error))
@@ -82,18 +99,22 @@ class Intake:
             if not passing(error):
                 raise
 
-    def round(self) -> None:
-        """One look at the queue: others' abandoned entries first, then new ones, then wait for one."""
+    def round(self) -> bool:
+        """One look at the queue: others' abandoned entries first, then new ones, then wait for one.
+
+        Returns whether Redis was asked anything.
+        """
         room = self._held.wait_for_room(self._settings.max_waiting, PAUSE_SECONDS)
         if room == 0:
-            return
+            return False
         sent = time.monotonic()
         found = self._sweeper.sweep(room)
+        self._loop.telemetry.takeovers.inc(len(found))
         if not found:
             new = self._scripts.read(room)
             if new is None:
                 self._stop.wait(PAUSE_SECONDS)
-                return
+                return True
             found = new
         if found:
             self._accept(found, sent)
@@ -102,6 +123,7 @@ class Intake:
             self._stop.wait(PAUSE_SECONDS)
         else:
             self._wait_for_one()
+        return True
 
     def _wait_for_one(self) -> None:
         """Block on all lanes; each may bring one entry, however many places are free."""
@@ -145,6 +167,7 @@ class Intake:
                     lease_until=sent + self._settings.lease_seconds,
                 )
                 self._held.add(job)
+                self._quarantine.enter(job)
                 jobs.append((job, delivery))
         self._wait_while_paused()
         for job, delivery in jobs:
@@ -166,14 +189,36 @@ class Intake:
             return True
 
     def _submit(self, job: Job, delivery: Delivery) -> None:
+        request = self._try(job, lambda: self._translate(job, delivery))
+        if request is None:
+            return
+        if job.structure is None:
+            self._loop.post(Add(request))
+        else:
+            self._compilers.submit(self._compile, job, request)
+
+    def _translate(self, job: Job, delivery: Delivery) -> Request:
+        entry = parse_entry(delivery.fields)
+        job.ttl_ms = entry.ttl_ms
+        job.callback = entry.callback
+        if entry.max_attempts is not None:
+            job.max_attempts = min(entry.max_attempts, self._settings.max_attempts)
+            job.strict = True
+        deadline = None if entry.ttl_ms is None else self._clock.deadline(job.ref.added_ms, entry.ttl_ms)
+        return self._translator.request(job, entry, LANES.index(delivery.lane), deadline)
+
+    def _compile(self, job: Job, request: Request) -> None:
+        """On a thread of the pool. A job that was lost meanwhile is stopped at the gate."""
+        structure = job.structure
+        if structure is not None and self._held.owns(job):
+            request.grammar = self._try(job, lambda: self._translator.grammar(structure))
+            if request.grammar is not None:
+                self._loop.post(Add(request))
+
+    def _try(self, job: Job, work: Callable[[], T]) -> T | None:
+        """Do it, or answer the job with what is wrong."""
         try:
-            entry = parse_entry(delivery.fields)
-            job.ttl_ms = entry.ttl_ms
-            job.callback = entry.callback
-            if entry.max_attempts is not None:
-                job.max_attempts = min(entry.max_attempts, self._settings.max_attempts)
-            deadline = None if entry.ttl_ms is None else self._clock.deadline(job.ref.added_ms, entry.ttl_ms)
-            request = self._translator.request(job, entry, LANES.index(delivery.lane), deadline)
+            return work()
         except JobError as error:
             job.callback = None
             self._loop.give(Answer.of(job.handle, error))
@@ -181,10 +226,10 @@ class Intake:
             log.exception("job_unreadable", id=job.id)
             reason = JobError(ErrorCode.ENGINE_ERROR, f"the worker cannot read this job: {type(error).__name__}")
             self._loop.give(Answer.of(job.handle, JobError(reason.code, reason.message, retryable=False)))
-        else:
-            self._loop.post(Add(request))
+        return None
 
     def _reject(self, delivery: Delivery) -> None:
         raw = delivery.fields.get(b"body", b"")
         self._scripts.reject(Ref(delivery.lane, delivery.entry, ""), raw, job_id=delivery.fields.get(b"id", b""))
+        self._loop.telemetry.dead_letters.labels(ErrorCode.NO_ID.value).inc()
         log.warning("job_without_id", lane=delivery.lane, entry=delivery.entry)

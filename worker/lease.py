@@ -10,6 +10,7 @@ from typing import Any
 import redis
 import structlog
 
+from producer.protocol.keys import LANES
 from producer.protocol.scripts import Scripts
 from worker.exits import Exit
 from worker.held import Held
@@ -37,8 +38,9 @@ class Keeper:
         contact: Contact,
         stop: threading.Event,
         describe: Callable[[], Mapping[Any, Any]],
+        also: Callable[[], None] = lambda: None,
     ) -> None:
-        """`describe`: the fields of `worker:<name>`."""
+        """`describe`: the fields of `worker:<name>`; `also`: what else is to be done every beat."""
         self._settings = settings
         self._scripts = scripts
         self._held = held
@@ -47,6 +49,7 @@ class Keeper:
         self._contact = contact
         self._stop = stop
         self._describe = describe
+        self._also = also
         self._renew_at = 0.0
 
     def run(self) -> None:
@@ -64,6 +67,7 @@ class Keeper:
                 if not (passing(error) or no_group(error)):
                     raise
                 self._contact.failed("renew", error)
+                self._loop.telemetry.depth = {}
                 self._renew_at = 0.0
 
     def _check_engine(self) -> None:
@@ -76,9 +80,9 @@ class Keeper:
         if time.monotonic() >= self._renew_at:
             self.renew()
             self.sync_clock()
-            self._contact.ok()
         self.show()
         self._scripts.promote()
+        self._also()
 
     def renew(self) -> None:
         """Renew all leases; who was lost is dropped at once, without a word to Redis."""
@@ -89,6 +93,7 @@ class Keeper:
             if job.ref not in lost:
                 job.lease_until = sent + self._settings.lease_seconds
             elif self._held.forget(job.handle) is not None:
+                self._loop.telemetry.leases_lost.inc()
                 log.warning("job_lost", id=job.id, lane=job.lane, entry=job.entry, fence=job.fence)
                 self._loop.post(Drop(job.handle))
         self._renew_at = sent + self._settings.lease_seconds / 3
@@ -104,7 +109,11 @@ class Keeper:
         pipe = self._scripts.client.pipeline(transaction=True)
         pipe.hset(key, mapping=self._describe())
         pipe.pexpire(key, self._settings.lease_ms)
-        pipe.execute()
+        for lane in LANES:
+            pipe.xlen(self._scripts.keys.lane(lane))
+        *_, high, normal, low = pipe.execute()
+        self._loop.telemetry.depth = dict(zip(LANES, (high, normal, low), strict=True))
+        self._contact.ok()
 
     def leave(self) -> None:
         """Take the sign of life away, and the consumer where nothing is pending for it."""

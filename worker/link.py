@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 import redis
 import structlog
@@ -57,11 +58,16 @@ class Contact:
     """Since when Redis has answered without a break. An outage is logged once, however many threads meet it."""
 
     def __init__(self) -> None:
+        self.last_ok = 0.0
+        """`time.monotonic()` of its last answer that was noted."""
+        self.errors: Counter[str] = Counter()
+        """Failures, by what for; each kind is counted by one thread."""
         self._since: float | None = None
         self._lost_at: float | None = None
 
     def ok(self) -> None:
         """Redis answered."""
+        self.last_ok = time.monotonic()
         if self._since is None:
             self._since = time.monotonic()
             if self._lost_at is not None:
@@ -69,6 +75,7 @@ class Contact:
 
     def failed(self, doing: str, error: Exception) -> None:
         """Redis could not do something now."""
+        self.errors[doing] += 1
         if self._since is not None or self._lost_at is None:
             self._lost_at = time.monotonic()
             log.warning("redis_unreachable", doing=doing, error=str(error))

@@ -38,7 +38,12 @@ def load(settings: Settings) -> Loaded:
         ) from error
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
-    cache = CacheOptions(num_blocks=settings.num_kv_blocks, memory_bytes=settings.kv_cache_memory)
+    cache = CacheOptions(
+        num_blocks=settings.num_kv_blocks,
+        memory_bytes=settings.kv_cache_memory,
+        swap_bytes=settings.swap_space,
+        swap_file=settings.swap_file,
+    )
     try:
         engine, model = build_engine(settings.model_options(), settings.engine_config(), cache)
     except (LoadError, ValueError, MemoryError, RuntimeError) as error:

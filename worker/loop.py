@@ -13,6 +13,7 @@ from engine.outputs import EngineStats, StepOutput
 from engine.request import Request, RequestError
 from producer.protocol.errors import ErrorCode, JobError
 from worker.results import Answer
+from worker.telemetry import Telemetry
 
 
 class EngineLike(Protocol):
@@ -58,6 +59,9 @@ Output = StepOutput | Answer
 Stamped = tuple[float, Output]
 """An output with the `time.monotonic()` moment at which it came about."""
 
+TICK_SECONDS = 1.0
+"""How long an idle loop sleeps at most, so that it is seen to live."""
+
 BACKLOG = 256
 """Steps whose output may wait for the publisher; then the engine waits for it: an outage costs bounded memory."""
 
@@ -65,13 +69,16 @@ BACKLOG = 256
 class EngineLoop:
     """Owns the engine while `run` runs."""
 
-    def __init__(self, engine: EngineLike, stop: threading.Event) -> None:
+    def __init__(self, engine: EngineLike, stop: threading.Event, telemetry: Telemetry | None = None) -> None:
         self.engine = engine
+        self.telemetry = telemetry or Telemetry()
         self.outbox: queue.Queue[Stamped] = queue.Queue(BACKLOG)
         self.stats: EngineStats = engine.stats()
         """As of the last step."""
         self.step_since: float | None = None
         """`time.monotonic()` at which the step under way began; None between steps."""
+        self.ticked_at = time.monotonic()
+        """When it last looked for something to do."""
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._later: list[Request] = []
         self._later_at = 0.0
@@ -87,9 +94,10 @@ class EngineLoop:
         self._inbox.put(None)
 
     def defer(self, request: Request, seconds: float) -> None:
-        """Add this again in a while; called by the gate, on the engine's own thread."""
+        """Add this again within `seconds`; called by the gate, on the engine's own thread."""
+        if not self._later:
+            self._later_at = time.monotonic() + seconds
         self._later.append(request)
-        self._later_at = time.monotonic() + seconds
 
     def run(self) -> None:
         """Step while there is work, sleep while there is none; returns when `stop` is set."""
@@ -99,14 +107,16 @@ class EngineLoop:
     def turn(self, wait: bool = True) -> None:
         """Take messages in, then make one step if there is anything to do; with `wait`, sleep for a message if not."""
         self._take_in(wait)
+        self.ticked_at = time.monotonic()
         if self.engine.has_work or self._dirty:
             self._step()
 
     def _step(self) -> None:
         self._dirty = False
-        self.step_since = time.monotonic()
+        self.step_since = began = time.monotonic()
         output = self.engine.step()
         self.step_since = None
+        self.telemetry.step.add(time.monotonic() - began)
         self.stats = self.engine.stats()
         if output:
             self.give(output)
@@ -120,9 +130,9 @@ class EngineLoop:
             for request in later:
                 self._apply(Add(request))
         idle = wait and not (self.engine.has_work or self._dirty)
-        timeout = max(0.0, self._later_at - time.monotonic()) if self._later else None
+        until = self._later_at - time.monotonic() if self._later else TICK_SECONDS
         try:
-            message = self._inbox.get(block=idle, timeout=timeout)
+            message = self._inbox.get(block=idle, timeout=min(TICK_SECONDS, max(0.0, until)))
             while True:
                 if message is not None:
                     self._apply(message)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import orjson
@@ -75,6 +75,11 @@ class Publisher:
         """Jobs with chunks or a last word that Redis has not confirmed."""
         self._last_words: dict[str, LastWord] = {}
 
+    @property
+    def backlog(self) -> int:
+        """Outputs not taken in, and jobs with something unwritten."""
+        return self._loop.outbox.qsize() + len(self._pending)
+
     def run(self) -> None:
         """Write until `stop` is set, then once more; what Redis does not take is kept and tried again."""
         while not self._stop.is_set():
@@ -107,22 +112,31 @@ class Publisher:
 
     def _take(self, at: float, output: Output) -> None:
         if isinstance(output, StepOutput):
-            for delta in output.deltas:
-                self._take_delta(at, delta)
+            self._take_deltas(at, output.deltas)
             for finished in output.finished:
                 self._take_finished(finished)
         elif (job := self._held.get(output.handle)) is not None:
             self._end(job, self._results.of_answer(job, output), output.error)
 
-    def _take_delta(self, at: float, delta: Delta) -> None:
-        job = self._held.get(delta.request_id)
-        if job is None or not job.started:
-            return
-        if job.first_token_at is None:
-            job.first_token_at = at
-        if job.who.stream:
-            job.add_text(delta.index, delta.text, delta.token_ids)
-            self._pending[job.handle] = job
+    def _take_deltas(self, at: float, deltas: Sequence[Delta]) -> None:
+        """The way of every token: microseconds count here."""
+        get, pending, telemetry = self._held.get, self._pending, self._loop.telemetry
+        for delta in deltas:
+            job = get(delta.request_id)
+            if job is None or not job.fence:
+                continue
+            count = len(delta.token_ids)
+            telemetry.generation_tokens += count
+            job.tokens += count
+            if job.last_text_at is None:
+                job.first_token_at = at
+                telemetry.first_token.add((job.since_queued(at) or 0) / 1000)
+            else:
+                telemetry.inter_token.add(at - job.last_text_at)
+            job.last_text_at = at
+            if job.who.stream:
+                job.add_text(delta.index, delta.text, delta.token_ids, delta.logprobs)
+                pending[job.handle] = job
 
     def _take_finished(self, finished: Finished) -> None:
         job = self._held.get(finished.request_id)
@@ -130,7 +144,8 @@ class Publisher:
             return
         error = fault(finished)
         if error is not None and error.retryable:
-            if job.attempt < job.max_attempts:
+            if job.tries < job.max_attempts:
+                self._loop.telemetry.retries.inc()
                 self._retry(job, error)
                 return
             error = gave_up(job, error)
@@ -153,14 +168,17 @@ class Publisher:
         Raises:
             redis.RedisError: nothing is lost, call again.
         """
-        for job in [job for job in self._pending.values() if not self._held.owns(job)]:
-            self._settle(job)
         now = time.monotonic()
-        ours = [job for job in self._pending.values() if job.lease_until > now]
-        self._publish([job for job in ours if job.handle not in self._last_words])
-        for job in ours:
-            if job.handle in self._last_words:
-                self._finalise(job, self._last_words[job.handle])
+        speaking: list[Job] = []
+        ending: list[Job] = []
+        for job in list(self._pending.values()):
+            if not self._held.owns(job):
+                self._settle(job)
+            elif job.lease_until > now:
+                (ending if job.handle in self._last_words else speaking).append(job)
+        self._publish(speaking)
+        for job in ending:
+            self._finalise(job, self._last_words[job.handle])
         return not self._pending
 
     def _settle(self, job: Job) -> None:
@@ -172,19 +190,20 @@ class Publisher:
         batch = TokenBatch(self._scripts.keys)
         for job in jobs:
             for chunk in job.number_chunks():
-                batch.add(job.id, job.fence, *_event(job, chunk))
+                batch.add(job.id, job.fence, *self._event(job, chunk))
         refused: dict[str, Refused] = {}
         for one in self._scripts.publish(batch):
             if one.why is not Why.REPEAT:
                 refused.setdefault(one.job_id, one)
         for job in jobs:
-            self._after_publish(job, refused.get(job.id))
+            if refused and job.id in refused:
+                self._after_refusal(job, refused[job.id])
+            else:
+                job.confirm()
+                del self._pending[job.handle]
 
-    def _after_publish(self, job: Job, refused: Refused | None) -> None:
-        if refused is None:
-            job.confirm()
-            self._settle(job)
-        elif refused.why is Why.LOST:
+    def _after_refusal(self, job: Job, refused: Refused) -> None:
+        if refused.why is Why.LOST:
             self._lose(job)
         elif refused.why is Why.GONE:
             self._start_again(job)
@@ -195,7 +214,7 @@ class Publisher:
 
     def _finalise(self, job: Job, last: LastWord) -> None:
         if job.started:
-            events = [TokenWrite(*_event(job, chunk)) for chunk in job.number_chunks()]
+            events = [TokenWrite(*self._event(job, chunk)) for chunk in job.number_chunks()]
             ending = self._scripts.finalise(
                 job.ref,
                 job.who,
@@ -222,7 +241,18 @@ class Publisher:
         else:
             self._held.forget(job.handle)
             self._settle(job)
+            self._count_end(job, last, ending)
             _log_end(last.result, ending)
+
+    def _count_end(self, job: Job, last: LastWord, ending: Ending) -> None:
+        if ending is Ending.DUP:
+            return
+        telemetry = self._loop.telemetry
+        telemetry.ended(last.result)
+        if last.dead is not None:
+            telemetry.dead_letters.labels(last.dead.code.value).inc()
+        if last.result.status is Status.CANCELLED and job.cancel_seen_at is not None:
+            telemetry.cancel_latency.add(time.monotonic() - job.cancel_seen_at)
 
     def _start_again(self, job: Job) -> None:
         """The stream lacks what we wrote: take a new fence, and write the whole text again."""
@@ -250,16 +280,17 @@ class Publisher:
 
     def _lose(self, job: Job) -> None:
         """Another worker has it: say nothing more of it and free its blocks."""
+        self._loop.telemetry.leases_lost.inc()
         log.warning("job_lost", id=job.id, lane=job.lane, entry=job.entry, fence=job.fence)
         self._held.forget(job.handle)
         self._settle(job)
         self._loop.post(Drop(job.handle))
 
-
-def _event(job: Job, chunk: Chunk) -> tuple[int, int, str, int, bytes]:
-    """n, choice, text, number of tokens, their ids as JSON."""
-    ids = orjson.dumps(chunk.token_ids) if job.token_ids else b""
-    return chunk.n or 0, chunk.index, chunk.text, len(chunk.token_ids), ids
+    def _event(self, job: Job, chunk: Chunk) -> tuple[int, int, str, int, bytes, bytes]:
+        """n, choice, text, number of tokens, their ids and their log-probabilities as JSON."""
+        ids = orjson.dumps(chunk.token_ids) if job.token_ids else b""
+        logprobs = b"" if chunk.logprobs is None else orjson.dumps(self._results.logprobs.content(chunk.logprobs))
+        return chunk.n or 0, chunk.index, chunk.text, len(chunk.token_ids), ids, logprobs
 
 
 def _log_end(result: Result, ending: Ending) -> None:
@@ -278,4 +309,5 @@ def _log_end(result: Result, ending: Ending) -> None:
         queued_ms=result.timings.queued_ms,
         first_token_ms=result.timings.first_token_ms,
         total_ms=result.timings.total_ms,
+        traceparent=result.traceparent,
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from engine.outputs import Fault, Finished, Outcome
+from engine.outputs import ChoiceResult, Fault, Finished, Outcome
 from producer.protocol.errors import ErrorCode, JobError
 from producer.protocol.result import Choice, ErrorInfo, Result, Status, Timings, Usage
 from worker.held import Job
 from worker.link import RedisClock
+from worker.logprobs import LogprobsWriter
 
 _FAULTS = {
     None: JobError(ErrorCode.ENGINE_ERROR, "the engine failed"),
@@ -43,6 +44,8 @@ def fault(finished: Finished) -> JobError | None:
     known = _FAULTS.get(finished.fault)
     if known is not None:
         return known
+    if finished.fault is Fault.GRAMMAR:
+        return JobError(ErrorCode.ENGINE_ERROR, finished.message or "the grammar gave up", retryable=False)
     code = ErrorCode.OUT_OF_MEMORY if finished.fault is Fault.OUT_OF_MEMORY else ErrorCode.ENGINE_ERROR
     return JobError(code, finished.message or "the engine failed")
 
@@ -57,10 +60,11 @@ def gave_up(job: Job, cause: JobError | None) -> JobError:
 class Results:
     """Knows what every result of this worker has in common."""
 
-    def __init__(self, model: str, worker: str, clock: RedisClock) -> None:
+    def __init__(self, model: str, worker: str, clock: RedisClock, logprobs: LogprobsWriter) -> None:
         self._model = model
         self._worker = worker
         self._clock = clock
+        self.logprobs = logprobs
 
     def of_answer(self, job: Job, answer: Answer) -> Result:
         """Of a job whose text nobody holds: no choices."""
@@ -68,18 +72,20 @@ class Results:
 
     def of_finished(self, job: Job, finished: Finished, error: JobError | None) -> Result:
         """Of a job that the engine worked on; without a fence nothing of it is in the stream, so nothing is told."""
-        choices = tuple(
-            Choice(
-                index=c.index,
-                text=c.text,
-                finish_reason=c.finish_reason.value,
-                stop=c.stop,
-                token_ids=list(c.token_ids) if job.token_ids else None,
-            )
-            for c in finished.choices
-        )
+        choices = tuple(self._choice(job, c) for c in finished.choices)
         usage = Usage(finished.prompt_tokens, finished.completion_tokens, finished.cached_tokens)
         return self._result(job, Status(finished.outcome.value), choices if job.started else (), usage, error)
+
+    def _choice(self, job: Job, c: ChoiceResult) -> Choice:
+        return Choice(
+            index=c.index,
+            text=c.text,
+            finish_reason=c.finish_reason.value,
+            stop=c.stop,
+            token_ids=list(c.token_ids) if job.token_ids else None,
+            logprobs=None if c.logprobs is None else self.logprobs.content(c.logprobs),
+            prompt_logprobs=None if c.prompt_logprobs is None else self.logprobs.prompt(c.prompt_logprobs),
+        )
 
     def _result(
         self, job: Job, status: Status, choices: tuple[Choice, ...], usage: Usage, error: JobError | None

@@ -30,23 +30,31 @@ from producer.protocol.errors import JobError
 from producer.protocol.keys import Keys
 from producer.protocol.scripts import Scripts
 from worker import logs
+from worker.blame import Quarantine
 from worker.cancellation import Canceller
 from worker.exits import Exit
 from worker.gate import Gate
+from worker.health import Health
 from worker.held import Held, Job, Phase
 from worker.intake import Intake
 from worker.lease import Keeper
 from worker.link import Contact, RedisClock, passing
 from worker.loading import Loaded, load
+from worker.logprobs import LogprobsWriter
 from worker.loop import Drop, EngineLoop
 from worker.publisher import Publisher
 from worker.results import Results
 from worker.settings import Settings
 from worker.sweeper import Sweeper
+from worker.telemetry import Telemetry
 from worker.threads import Fatal, Mailbox, Ready, Signal, Stop, spawn
 
 log = structlog.get_logger()
 
+REDIS_READY_SECONDS = 5.0
+"""A worker that has not heard from Redis for so long is not ready."""
+ENGINE_READY_SECONDS = 30.0
+"""Nor is one whose engine has been in one step for so long."""
 RETRY_BACKOFF_SECONDS = 1.0
 """Before a job that failed in the engine is started again, times its attempts."""
 
@@ -73,21 +81,27 @@ class Worker:
         self._loop: EngineLoop | None = None
         self._gate: Gate | None = None
         self._keeper: Keeper | None = None
+        self._quarantine = Quarantine(self._scripts(self._client()), self.held, settings.lease_seconds)
+        self._back = self._scripts(command_client(settings.redis, retries=1))
+        """For handing jobs back."""
+        self.telemetry = Telemetry()
+        self.health: Health | None = None
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def run(self) -> Exit:
         """Load, serve, drain. Returns the exit status; never raises for what a thread did."""
         log.info("worker_starting", worker=self.name, redis=redact(self.settings.redis), queue=self.settings.queue)
-        if self.settings.swap_space:
-            log.warning("swap_space_unused", reason="this version recomputes preempted sequences")
         try:
+            self._watch()
             self._spawn("engine", self._engine)
             ending = self._live()
         except Fatal as error:
             log.error(str(error))
             ending = Stop(error.status)
-        self._end(drain=ending.status is Exit.OK)
+        self._end(ending.status)
+        if self.health is not None:
+            self.health.close()
         log.info("worker_ended", worker=self.name, status=ending.status.value)
         return ending.status
 
@@ -108,7 +122,8 @@ class Worker:
 
     def _engine(self) -> None:
         self._loaded = self._loader(self.settings)
-        self._loop = EngineLoop(self._loaded.engine, self._stop_engine)
+        self._loop = loop = EngineLoop(self._loaded.engine, self._stop_engine, self.telemetry)
+        self.telemetry.live.engine = lambda: loop.stats
         self.mailbox.put(Ready())
         self._loop.run()
 
@@ -166,7 +181,8 @@ class Worker:
 
     def _serve(self, loaded: Loaded, loop: EngineLoop) -> Stop:
         """Start the other I/O threads and sleep until something asks for the end."""
-        self._gate = Gate(self._scripts(command_client(self.settings.redis, retries=1)), self.held, loop, self._contact)
+        scripts = self._scripts(command_client(self.settings.redis, retries=1))
+        self._gate = Gate(scripts, self.held, loop, self._contact, self._quarantine)
         loaded.engine.gate = self._gate
         sweeper = self._spawn_intake(loaded, loop)
         self._spawn_publisher(loaded, loop, sweeper)
@@ -188,6 +204,29 @@ class Worker:
             if isinstance(note, Signal):
                 log.info("signal_received", signal=signal.Signals(note.number).name, held=len(self.held))
                 return Stop(Exit.OK)
+
+    # ── what others see ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _watch(self) -> None:
+        live = self.telemetry.live
+        live.held = lambda: len(self.held)
+        live.redis_up = lambda: self._contact.up
+        live.redis_errors = lambda: dict(self._contact.errors)
+        if self.settings.http_port is not None:
+            self.health = Health(self.settings.http_port, self._not_ready, self.telemetry.text)
+
+    def _not_ready(self) -> str | None:
+        """Why no work can be done now."""
+        loop, now = self._loop, time.monotonic()
+        if loop is None:
+            return "the model is being loaded"
+        if self._stop_intake.is_set():
+            return "draining"
+        if not self._contact.up or now - self._contact.last_ok > REDIS_READY_SECONDS:
+            return "Redis does not answer"
+        if now - max(loop.ticked_at, loop.step_since or 0.0) > min(ENGINE_READY_SECONDS, self.settings.stall_seconds):
+            return "the engine makes no progress"
+        return None
 
     # ── parts ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -214,13 +253,16 @@ class Worker:
             self._contact,
             self._stop_rest,
             self._describe,
+            lambda: self._quarantine.tick(self._hand_back),
         )
         return self._keeper
 
     def _spawn_intake(self, loaded: Loaded, loop: EngineLoop) -> Sweeper:
         settings = self.settings
         scripts = self._scripts(self._client())
-        sweeper = Sweeper(scripts, self.held, self._contact, settings.lease_seconds, settings.sweep_every)
+        sweeper = Sweeper(
+            scripts, self.held, self._contact, settings.lease_seconds, settings.sweep_every, self._quarantine
+        )
         intake = Intake(
             settings,
             scripts,
@@ -229,6 +271,7 @@ class Worker:
             loop,
             loaded.translator,
             sweeper,
+            self._quarantine,
             self._clock,
             self._contact,
             self.mailbox,
@@ -245,11 +288,14 @@ class Worker:
             delay = min(RETRY_BACKOFF_SECONDS * job.attempt, self.settings.lease_seconds / 2)
             log.warning("job_retried", id=job.id, attempt=job.attempt, code=error.code.value, error=error.message)
             if self.held.forget(job.handle) is not None:
-                self._yield(scripts, job, idle_ms=self.settings.lease_ms - round(delay * 1000))
+                self._yield(scripts, job, self.settings.lease_ms - round(delay * 1000), polite=True, spare=False)
                 sweeper.soon(delay)
 
-        results = Results(loaded.translator.served[0], self.name, self._clock)
+        results = Results(
+            loaded.translator.served[0], self.name, self._clock, LogprobsWriter(loaded.model.tokenizer.token_bytes)
+        )
         publisher = Publisher(scripts, results, self.held, loop, self._contact, self._stop_publisher, retry)
+        self.telemetry.live.backlog = lambda: publisher.backlog
         self._spawn("publisher", publisher.run)
 
     def _describe(self) -> dict[str, str | int]:
@@ -278,15 +324,19 @@ class Worker:
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _end(self, drain: bool) -> None:
-        """Stop reading, hand back what waits, let what runs finish if `drain`, hand back the rest, end the threads."""
+    def _end(self, status: Exit) -> None:
+        """Stop reading, hand back what waits, let what runs finish if all is well, hand back the rest, end the threads.
+
+        If all is not well, what runs may be the reason, so it is handed back as if this process had been killed.
+        """
+        drain = status is Exit.OK
         self._stop_intake.set()
         if self._gate is not None:
             self._gate.closed = True
             self._hand_back(lambda job: job.phase is Phase.WAITING)
             if drain:
                 self._drain()
-            self._hand_back(lambda job: True)
+            self._hand_back(lambda job: True, polite=drain)
         self._stop_engine.set()
         if self._loop is not None:
             self._loop.wake()
@@ -314,26 +364,28 @@ class Worker:
                 return
             self._hand_back(lambda job: job.phase is Phase.WAITING)  # what the last read brought
 
-    def _hand_back(self, wanted: Callable[[Job], bool]) -> None:
-        """Give entries back to the queue, so that another worker takes them at its next sweep."""
+    def _hand_back(self, wanted: Callable[[Job], bool], polite: bool = True) -> None:
+        """Give entries back to the queue, so that another worker takes them at its next sweep.
+
+        `polite`: it is no fault of theirs, so neither a start nor a death counts.
+        """
         jobs = self.held.take(wanted)
         if not jobs:
             return
         for job in jobs:
             if self._loop is not None:
                 self._loop.post(Drop(job.handle))
-        scripts = self._scripts(command_client(self.settings.redis, retries=1))
         handed = 0
         for job in jobs:
-            if not self._yield(scripts, job, idle_ms=self.settings.lease_ms):
+            if not self._yield(self._back, job, self.settings.lease_ms, polite=polite, spare=polite):
                 break  # with many jobs and a Redis that only times out, the end would never come
             handed += 1
         log.info("jobs_handed_back", count=handed, of=len(jobs))
 
-    def _yield(self, scripts: Scripts, job: Job, idle_ms: int) -> bool:
+    def _yield(self, scripts: Scripts, job: Job, idle_ms: int, polite: bool, spare: bool) -> bool:
         """False: Redis cannot be told, so the lease has to run out."""
         try:
-            scripts.yield_(job.ref, idle_ms=idle_ms)
+            scripts.yield_(job.ref, idle_ms=idle_ms, polite=polite, spare=spare)
         except redis.RedisError as error:
             log.warning("not_handed_back", id=job.id, error=str(error))
             return False

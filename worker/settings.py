@@ -87,9 +87,18 @@ class Settings(BaseModel):
     )
     block_size: int = Field(default=16, ge=1, description="Tokens in a KV block.")
     swap_space: Size = Field(
-        default=0,
+        default=1 << 30,
         ge=0,
-        description="Host memory for swapped-out blocks. Not used yet: preempted sequences are recomputed.",
+        description="Host memory for preempted sequences and evicted prefixes; 0: they are computed again.",
+    )
+    swap_file: str | None = Field(
+        default=None, description="A file to keep that host memory in, made anew at each start. Default: plain memory."
+    )
+    max_overtakes: int = Field(
+        default=16, ge=0, description="How often a job for which there is no room may be overtaken by smaller ones."
+    )
+    aging_seconds: float = Field(
+        default=30, ge=0, description="How long a job of one lane may wait behind newcomers of the lane above."
     )
     enable_prefix_caching: bool = Field(default=True, description="Share KV blocks of equal prefixes.")
 
@@ -132,6 +141,14 @@ class Settings(BaseModel):
     )
     block_ms: int = Field(default=1000, ge=10, description="How long one read waits for new jobs.")
 
+    # Watching
+    http_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port of `/healthz`, `/readyz` and `/metrics`; 0 takes a free one. Default: none.",
+    )
+
     # Logs
     log_format: Literal["console", "json"] = Field(default="console", description="Shape of the log on stderr.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
@@ -169,6 +186,8 @@ class Settings(BaseModel):
             max_num_batched_tokens=self.max_num_batched_tokens,
             block_size=self.block_size,
             prefix_caching=self.enable_prefix_caching,
+            max_overtakes=self.max_overtakes,
+            aging_seconds=self.aging_seconds,
         )
 
 

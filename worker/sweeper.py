@@ -9,6 +9,7 @@ import structlog
 
 from producer.protocol.keys import GROUP, LANES
 from producer.protocol.scripts import Delivery, Scripts
+from worker.blame import Quarantine
 from worker.held import Held
 from worker.link import Contact
 
@@ -18,12 +19,21 @@ log = structlog.get_logger()
 class Sweeper:
     """Called by the intake, before it reads new entries."""
 
-    def __init__(self, scripts: Scripts, held: Held, contact: Contact, lease_seconds: float, every: float) -> None:
+    def __init__(
+        self,
+        scripts: Scripts,
+        held: Held,
+        contact: Contact,
+        lease_seconds: float,
+        every: float,
+        quarantine: Quarantine,
+    ) -> None:
         self._scripts = scripts
         self._held = held
         self._contact = contact
         self._lease_seconds = lease_seconds
         self._every = every
+        self._quarantine = quarantine
         self._due = 0.0
 
     def soon(self, seconds: float) -> None:
@@ -36,8 +46,11 @@ class Sweeper:
         Not before one lease of uninterrupted contact: after an outage of Redis every entry looks abandoned, until the
         workers that hold them have had the time to renew.
         """
+        if self._quarantine.turned_away and not self._quarantine.taken:
+            self._due = 0.0
         if time.monotonic() < self._due or self._contact.lasted() < self._lease_seconds:
             return []
+        self._quarantine.turned_away = False
         found: list[Delivery] = []
         for lane in LANES:
             found += self._claim(lane, room - len(found))
@@ -60,10 +73,8 @@ class Sweeper:
                 start_id=cursor,
                 count=room - len(found),
             )
-            for entry, fields in entries:
-                delivery = Delivery(lane, entry.decode(), dict(fields or {}))
-                if not self._held.holds(lane, delivery.entry):
-                    found.append(delivery)
+            page = [Delivery(lane, entry.decode(), dict(fields or {})) for entry, fields in entries]
+            found += self._quarantine.sift([one for one in page if not self._held.holds(lane, one.entry)])
             if cursor in (b"0-0", "0-0"):
                 break
         return found

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.request import InvalidRequest, PromptTooLong, Request, SamplingParams
+from engine.request import GrammarError, InvalidRequest, PromptTooLong, Request, SamplingParams
 from producer.protocol.body import Body, parse_body
 from producer.protocol.errors import ErrorCode, JobError
 from producer.protocol.job import JobEntry
-from worker.held import Job
+from worker.held import Job, Structure
 from worker.settings import Settings
+
+if TYPE_CHECKING:
+    from engine.structured import Grammar
 
 LONGEST_TOKEN = 256
 """Bytes of text that one token may stand for; what is longer than the context at that rate is not even tokenised."""
 
-_NOT_YET = ("logprobs", "prompt_logprobs", "response_format", "structured_outputs")
+MAX_LOGPROBS = 1_000_000
+"""Log-probabilities that one result may hold, of all choices and of the prompt: about 100 MB of JSON."""
+
 _OPERATORS = frozenset(
     {"chat_template", "tokenize", "tokenizer", "conversation", "messages", "tools", "return_dict", "return_tensors"}
     | {"padding", "truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask", "documents"}
@@ -29,6 +34,13 @@ class TokenizerLike(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
     def encode_chat(self, messages: Any, tools: Any = None, **template_kwargs: Any) -> list[int]: ...
+    def token_bytes(self, token: int) -> bytes: ...
+
+
+class Compiler(Protocol):
+    """What the worker needs of `engine.structured.GrammarCompiler`."""
+
+    def compile(self, kind: Any, spec: Any) -> Grammar: ...
 
 
 class ModelLike(Protocol):
@@ -40,6 +52,8 @@ class ModelLike(Protocol):
     def tokenizer(self) -> Any: ...
     @property
     def generation(self) -> Any: ...
+    @property
+    def grammars(self) -> Compiler: ...
 
 
 class Limits(Protocol):
@@ -59,10 +73,13 @@ class Translator:
         self._engine = engine
         self._tokenizer: TokenizerLike = model.tokenizer
         self._generation = model.generation
+        self._model = model
         self._chat_error = chat_error
 
     def request(self, job: Job, entry: JobEntry, priority: int, deadline: float | None) -> Request:
         """Read the body and build the request; notes on `job` what its result will report.
+
+        Where `job.structure` is set, the request still lacks the `grammar` of it.
 
         Raises:
             JobError: with the code for the job's sender.
@@ -74,6 +91,7 @@ class Translator:
         body = parse_body(entry.body, self._settings.max_body_bytes)
         self._check_supported(body)
         job.token_ids = bool(body.return_token_ids)
+        job.structure = _structure(body)
         try:
             prompt = self._prompt(body)
             job.prompt_tokens = len(prompt)
@@ -85,6 +103,7 @@ class Translator:
                 deadline=deadline,
                 cache_salt=body.cache_salt or "",
             )
+            _check_logprobs(request)
             self._engine.validate(request)
         except PromptTooLong as error:
             raise JobError(ErrorCode.PROMPT_TOO_LONG, f"prompt: {error}") from None
@@ -95,10 +114,17 @@ class Translator:
     def _check_supported(self, body: Body) -> None:
         if body.model is not None and body.model not in self.served:
             raise JobError(ErrorCode.MODEL_MISMATCH, f"model: this worker serves {', '.join(self.served)}")
-        asked = (body.top_logprobs_count, body.prompt_logprobs, body.response_format, body.structured_outputs)
-        for name, value in zip(_NOT_YET, asked, strict=True):
-            if value is not None and not (name == "response_format" and body.structure is None):
-                raise JobError(ErrorCode.INVALID_REQUEST, f"{name}: not supported by this version of the worker")
+
+    def grammar(self, structure: Structure) -> Grammar:
+        """Compile what a text must match; may take seconds, so not for a thread that others wait for.
+
+        Raises:
+            JobError: it is not a grammar, or uses what is not supported.
+        """
+        try:
+            return self._model.grammars.compile(structure.kind, structure.spec)
+        except (GrammarError, ValueError) as error:
+            raise JobError(ErrorCode.INVALID_REQUEST, f"{structure.key}: {error}") from None
 
     def _prompt(self, body: Body) -> Sequence[int]:
         if isinstance(body.prompt, list):
@@ -154,6 +180,8 @@ class Translator:
             ignore_eos=bool(body.ignore_eos),
             skip_special_tokens=body.skip_special_tokens is not False,
             n=body.n or 1,
+            logprobs=body.top_logprobs_count,
+            prompt_logprobs=body.prompt_logprobs,
         )
 
     def _default(self, body: Body, name: str, openai: Any) -> Any:
@@ -161,3 +189,24 @@ class Translator:
             if value is not None:
                 return value
         return openai
+
+
+def _structure(body: Body) -> Structure | None:
+    if body.structure is None:
+        return None
+    kind, spec = body.structure
+    return Structure("response_format" if body.structured_outputs is None else f"structured_outputs.{kind}", kind, spec)
+
+
+def _check_logprobs(request: Request) -> None:
+    params = request.params
+    entries = 0
+    if params.logprobs is not None:
+        entries += params.max_tokens * (params.logprobs + 1)
+    if params.prompt_logprobs is not None:
+        entries += len(request.prompt) * (params.prompt_logprobs + 1)
+    if entries * params.n > MAX_LOGPROBS:
+        raise InvalidRequest(
+            f"logprobs: prompt, max_tokens and n could give {entries * params.n} of them, at most {MAX_LOGPROBS} are "
+            "accepted"
+        )

@@ -6,10 +6,15 @@ it changes no state, so that threads may share it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jinja2
+import llguidance
+
+from engine.guard import Guard
+from engine.structured import GrammarCompiler
 
 
 class ChatError(Exception):
@@ -116,3 +121,40 @@ class Tokenizer:
         known = [i for i in ids if 0 <= i < self.size]
         text: str = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
         return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that one id stands for, which need not be whole characters; nothing for an unknown id."""
+        return self._bytes[token] if 0 <= token < self.size else b""
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        try:
+            table = self._guidance([0])
+        except ValueError:  # neither byte-level nor byte-fallback, so that each id is text
+            return [self.decode([i], skip_special_tokens=False).encode() for i in range(self.size)]
+        found = [table.decode_bytes([i]) for i in range(self.size)]
+        for name in ("<0xFF>", "ÿ"):  # the table takes this one byte for its own mark of special ids
+            token = self._backend.token_to_id(name)
+            if token is not None and token < self.size and not found[token]:
+                found[token] = b"\xff"
+        return found
+
+    def grammars(self, eos_token_ids: Collection[int]) -> GrammarCompiler:
+        """A compiler of grammars over this tokenizer's ids, whose texts end with one of `eos_token_ids`.
+
+        Raises:
+            ValueError: no id ends the text, or the tokenizer's ids are not made of bytes.
+        """
+        ends = sorted(i for i in eos_token_ids if 0 <= i < self.size)
+        if not ends:
+            raise ValueError("the model has no end-of-text id")
+        return GrammarCompiler(self._guidance(ends), Guard(self._backend.to_str(), self._num_ids, ends))
+
+    def _guidance(self, eos_token_ids: list[int]) -> llguidance.LLTokenizer:
+        return llguidance.LLTokenizer(self._backend.to_str(), n_vocab=self._num_ids, eos_token=eos_token_ids)
+
+    @property
+    def _num_ids(self) -> int:
+        """As `size`, with the ids that the model has no row for: llguidance wants all of them."""
+        ids: list[int] = list(self._backend.get_vocab(with_added_tokens=True).values())
+        return max(self.size, max(ids, default=0) + 1)

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from engine.models.decoder import Decoder, build_parameters
 from engine.models.gguf import GgufFile
 from engine.models.rope import inverse_frequencies, position_limit, rotary_table
 from engine.models.weights import LoadError, ParameterStore, SafetensorsCheckpoint
+from engine.structured import GrammarCompiler
 from kernels.attention import AttentionBackend, CacheSpec
 from kernels.attention.reference import rows_are_invariant
 
@@ -58,6 +60,7 @@ class LoadedModel:
     max_model_len: int
     """Longest sequence, prompt and output, in tokens."""
     vocab_size: int
+    num_parameters: int
     tokenizer: Tokenizer
     generation: GenerationDefaults
     batch_invariant: bool
@@ -72,6 +75,15 @@ class LoadedModel:
         """The KV cache that this model needs, in blocks of `block_size` tokens."""
         layers, kv_heads, head_dim = self.cache_shape
         return CacheSpec(layers, kv_heads, head_dim, block_size, self.dtype, self.device)
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """What compiles grammars for this model, made when it is first asked for.
+
+        Raises:
+            ValueError: the tokenizer or the model is unfit for grammars.
+        """
+        return self.tokenizer.grammars(self.generation.eos_token_ids)
 
     def bind(self, backend: AttentionBackend) -> Model:
         """The model over this backend's KV cache."""
@@ -136,6 +148,7 @@ def _load_fused(
         device=device,
         max_model_len=max_model_len,
         vocab_size=decoder.vocab_size,
+        num_parameters=store.num_parameters,
         tokenizer=tokenizer,
         generation=_generation(source, config, tokenizer),
         batch_invariant=device.type == "cpu"
@@ -166,6 +179,7 @@ def _load_transformers(source: _Source, options: ModelOptions, dtype: torch.dtyp
         device=device,
         max_model_len=max_model_len,
         vocab_size=vocab_size,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         tokenizer=tokenizer,
         generation=_generation(source, config, tokenizer),
         batch_invariant=False,

@@ -91,6 +91,8 @@ class ParameterStore:
         self._device = device
         self._names = checkpoint.names()
         self._taken: set[str] = set()
+        self.num_parameters = 0
+        """Numbers handed out so far."""
 
     def has(self, name: str) -> bool:
         return name in self._names
@@ -109,6 +111,7 @@ class ParameterStore:
         if not tensor.is_floating_point():
             raise LoadError(f"tensor {name!r} is stored as {tensor.dtype}, a quantisation that is not read here")
         self._taken.add(name)
+        self.num_parameters += tensor.numel()
         return tensor.to(device=self._device, dtype=self._dtype)
 
     def finish(self) -> None:

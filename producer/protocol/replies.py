@@ -40,7 +40,7 @@ class StartStatus(enum.StrEnum):
     CANCELLED = "CANCELLED"
     EXPIRED = "EXPIRED"
     SPENT = "SPENT"
-    """It was started `max_attempts` times already."""
+    """It was started `max_attempts` times already, and has had its start alone if it is a suspect."""
     DUP = "DUP"
     LOST = "LOST"
 
@@ -59,6 +59,8 @@ class Started:
     """Redis' clock."""
     reason: str = ""
     """Of a cancel."""
+    tries: int = 0
+    """Starts that `max_attempts` counts: all but those that were handed back politely."""
 
 
 class Ending(enum.StrEnum):

@@ -11,7 +11,8 @@ A worker's side, on a synchronous client (thread-safe as that client is):
     scripts.answer(ref, job, result, prompt_tokens=0, callback=None, dead=None) -> Ending      # no text held, no START
     scripts.reject(ref, body, reason) -> bool                           # entry without usable id: dead letter `no_id`
     scripts.renew(refs) -> list[Ref]                                    # the lost ones
-    scripts.yield_(ref, idle_ms=, polite=True) -> bool                  # False: lost
+    scripts.yield_(ref, idle_ms=, polite=True, spare=False) -> bool     # False: lost
+    scripts.clear(ref, fence) -> bool                                   # a suspect is one no more; False: lost
     scripts.promote(limit=64) -> int                                    # delayed jobs that are due
     scripts.last_ids(job_ids) -> dict[str, tuple[int, int]]             # (fence, n) of each stream's last entry
     scripts.remove_consumer(name) -> bool                               # only where nothing is pending for it
@@ -102,6 +103,10 @@ class StartOptions(TypedDict):
     ttl_ms: NotRequired[int | None]
     max_attempts: NotRequired[int | None]
     """A job that was started so often already is not started again (SPENT)."""
+    alone: NotRequired[bool]
+    """No other job of this worker is started: if the worker dies now, this one did it."""
+    strict: NotRequired[bool]
+    """Not even a suspect that never ran alone is started more often than `max_attempts`."""
     nonce: NotRequired[str | None]
     """A caller that repeats a call whose reply was lost gives the same one again, and gets the first call's fence."""
 
@@ -156,9 +161,15 @@ class Scripts:
         replies = self._runner.run_all([self._start_call(*one) for one in starts])
         return [
             Started(
-                StartStatus(status.decode()), int(fence), attempt, deaths, int(now), reason.decode("utf-8", "replace")
+                StartStatus(status.decode()),
+                int(fence),
+                attempt,
+                deaths,
+                int(now),
+                reason.decode("utf-8", "replace"),
+                tries,
             )
-            for status, fence, attempt, deaths, now, reason in replies
+            for status, fence, attempt, deaths, now, reason, tries in replies
         ]
 
     def _start_call(self, ref: Ref, job: Identity, options: StartOptions) -> Call:
@@ -166,6 +177,7 @@ class Scripts:
         args: list[Any] = [GROUP, ref.entry, self.consumer, ref.lane, open_stream_ttl(self.result_ttl_s)]
         args += [options.get("nonce") or secrets.token_hex(8), _or_empty(options.get("ttl_ms"))]
         args += [_or_empty(options.get("max_attempts")), options["prompt_tokens"], job.group or "", job.tenant or ""]
+        args += ["1" if options.get("alone") else "0", "1" if options.get("strict") else "0"]
         return Call("start", names, args)
 
     def _of(self, job_id: str) -> list[str]:
@@ -268,13 +280,20 @@ class Scripts:
                 lost += [chunk[number] for number in self._runner.run("renew", names, args)]
         return lost
 
-    def yield_(self, ref: Ref, *, idle_ms: int, polite: bool = True) -> bool:
+    def yield_(self, ref: Ref, *, idle_ms: int, polite: bool = True, spare: bool = False) -> bool:
         """Hand an entry back: others see it idle for `idle_ms` (a lease: at once; a lease less d: in d). False: lost.
 
-        Not polite: the job still counts as running, so that its next start by another worker is a takeover.
+        Not polite: the job still counts as running, so that its next start by another worker is a takeover. Spare: the
+        start does not count against `max_attempts`, as it was no fault of the job.
         """
-        args = [GROUP, ref.entry, self.consumer, ref.lane, max(0, idle_ms), "1" if polite else "0"]
+        args = [GROUP, ref.entry, self.consumer, ref.lane, max(0, idle_ms)]
+        args += ["1" if polite else "0", "1" if spare else "0"]
         return bool(self._runner.run("yield", [self.keys.lane(ref.lane), self.keys.job(ref.id)], args) == b"OK")
+
+    def clear(self, ref: Ref, fence: int) -> bool:
+        """A suspect ran alone past the place where its last run ended: its deaths so far count no more. False: lost."""
+        args = [GROUP, ref.entry, self.consumer, ref.lane, str(fence)]
+        return bool(self._runner.run("clear", [self.keys.lane(ref.lane), self.keys.job(ref.id)], args) == b"OK")
 
     def promote(self, limit: int = 64) -> int:
         """Move delayed jobs that are due into their lanes, `limit` at most; returns how many were moved."""

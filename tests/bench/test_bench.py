@@ -56,7 +56,7 @@ def test_help_names_every_option() -> None:
 @pytest.mark.model
 @pytest.mark.redis_server
 @pytest.mark.usefixtures("redis_server")
-@pytest.mark.parametrize("extra", [[], ["--readers"]], ids=["no readers", "readers"])
+@pytest.mark.parametrize("extra", [[], pytest.param(["--readers"], marks=pytest.mark.slow)])
 def test_the_engine_benchmark_runs_both_ways_and_gives_the_ratio(extra: list[str]) -> None:
     command = [sys.executable, "-m", "bench", "engine", "--workload", "shared", "--limit", "2"]
     command += ["--kv-cache-memory", "256MiB", *extra]

@@ -75,6 +75,16 @@ def test_an_interrupted_demo_leaves_no_process_behind(number: signal.Signals) ->
         demo.communicate()
 
 
+def test_a_killed_demo_takes_its_processes_along() -> None:
+    demo = subprocess.Popen(DEMO, stdout=subprocess.DEVNULL)
+    try:
+        started = eventually(lambda: found if len(found := children(demo.pid)) >= 2 else [], timeout=30)
+    finally:
+        demo.kill()
+        demo.wait()
+    eventually(lambda: not any(alive(pid) for pid in started), timeout=30)
+
+
 def test_a_demo_whose_worker_cannot_start_says_why() -> None:
     done = subprocess.run([*DEMO, "--model", "/nowhere"], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,80 +14,10 @@ import pytest
 
 from producer.protocol.connection import command_client
 from producer.protocol.keys import Keys
+from tests.e2e.process import Start
 from tests.support import RedisServer, eventually, free_port, running_redis
 from tests.worker.harness import Queue
-from worker.embedded import embedded_redis
 from worker.exits import Exit
-
-LEASE = "1"
-
-
-class Process:
-    """A worker process with a fake engine; its log is kept."""
-
-    def __init__(self, url: str, queue: str, log: Path, **options: str) -> None:
-        settings = {"redis": url, "queue": queue, "lease_seconds": LEASE, "log_format": "json", "block_ms": "100"}
-        given = {f"TOKENMILL_{name.upper()}": value for name, value in {**settings, **options}.items()}
-        environ = {**os.environ, **given, **{k: v for k, v in options.items() if k.startswith("FAKE_")}}
-        self.log_file = log / f"worker-{secrets.token_hex(4)}.log"
-        with self.log_file.open("wb") as out:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", "tests.worker.fake_process"], env=environ, stdout=out, stderr=out
-            )
-
-    @property
-    def log(self) -> str:
-        return self.log_file.read_text()
-
-    def wait(self, timeout: float = 20) -> int:
-        return self.popen.wait(timeout)
-
-    def stop(self) -> int:
-        self.popen.terminate()
-        return self.wait()
-
-
-Start = Callable[..., Process]
-
-
-@pytest.fixture(scope="module")
-def embedded() -> Iterator[str]:
-    with embedded_redis() as url:
-        yield url
-
-
-@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.redis_server)])
-def queue(request: pytest.FixtureRequest) -> Iterator[Queue]:
-    url = request.getfixturevalue("embedded" if request.param == "fake" else "redis_server")
-    yield from queue_on(url if isinstance(url, str) else url.url)
-
-
-def queue_on(url: str) -> Iterator[Queue]:
-    client = command_client(url)
-    yield Queue(client, url, Keys(f"test-{secrets.token_hex(6)}"))
-    client.close()
-
-
-@pytest.fixture
-def own(own_redis: RedisServer) -> Iterator[Queue]:
-    yield from queue_on(own_redis.url)
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts workers; what still lives at the end is killed."""
-    processes: list[Process] = []
-
-    def one(queue: Queue, **options: str) -> Process:
-        processes.append(Process(queue.url, queue.keys.queue, tmp_path, **options))
-        return processes[-1]
-
-    yield one
-    for process in processes:
-        if process.popen.poll() is None:
-            process.popen.send_signal(signal.SIGCONT)
-            process.popen.kill()
-            process.wait()
 
 
 def tokens(queue: Queue, job: str) -> int:

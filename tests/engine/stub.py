@@ -7,6 +7,7 @@ rounding cannot.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,11 +16,12 @@ import torch
 from engine.block_manager import Moves
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.outputs import Delta, Finished, StepOutput
-from engine.plan import Plan
+from engine.outputs import Delta, Finished, StepOutput, TokenLogprobs
+from engine.plan import Plan, Slice
 from engine.request import Request, SamplingParams
 from engine.runner import ModelRunner
-from engine.sampler import Row, Sampled, Sampler
+from engine.sampler import Row, Sampled, Sampler, token_logprobs
+from engine.scheduler import _Draft
 from engine.sequence import Sequence
 
 Entries = np.ndarray[tuple[int], np.dtype[np.uint64]]
@@ -71,15 +73,24 @@ class StubRunner:
         for piece in plan.slices:
             if piece.seq.request.id in self.raises:
                 raise RuntimeError("the stub was told to raise")
-            end = piece.start + piece.count
+            end = piece.start + piece.num_tokens
             tokens = np.array(piece.seq.tokens[piece.start : end], dtype=np.uint64)
             positions = np.arange(piece.start, end, dtype=np.uint64)
             entries = (tokens * np.uint64(1_000_003) + positions * np.uint64(7_919) + np.uint64(12_345)) * _ODD
             self.pool[self._slots(piece.seq, end)[piece.start :]] = entries
+        prompts = tuple(self._prompt_logprobs(piece) for piece in plan.slices if piece.prompt_rows)
         rows = [self._logits(piece.seq) for piece in plan.slices for _ in piece.sampling]
         if not rows:
-            return Sampled((), ())
-        return self.sampler.sample(torch.stack(rows), [_row(seq) for seq in plan.sampling])
+            return Sampled((), (), prompts)
+        sampled = self.sampler.sample(torch.stack(rows), [_row(seq) for seq in plan.sampling])
+        return dataclasses.replace(sampled, prompt_logprobs=prompts)
+
+    def _prompt_logprobs(self, piece: Slice) -> tuple[TokenLogprobs, ...]:
+        seq, rows = piece.seq, piece.prompt_rows
+        entries = self.pool[self._slots(seq, rows.stop)]
+        values = torch.stack([logits_of(entries[: i + 1]) for i in rows]).log_softmax(-1)
+        tokens = seq.tokens[rows.start + 1 : rows.stop + 1]
+        return tuple(token_logprobs(values, tokens, seq.request.params.prompt_logprobs or 0))
 
     def forget(self, seq: Sequence) -> None:
         self.sampler.forget(seq.uid)
@@ -151,6 +162,18 @@ def expect_short_outputs(engine: Engine) -> None:
     engine.scheduler.lengths.learn = lambda length: None  # type: ignore[method-assign]
 
 
+def preempt(engine: Engine, request_id: str) -> None:
+    """Take the blocks of all running sequences of a request now, between two steps, and make the copies."""
+    scheduler = engine.scheduler
+    for seq in [seq for seq in scheduler.running if seq.request.id == request_id]:
+        scheduler._preempt(seq, _Draft(0, None))
+    moves = scheduler.blocks.moves
+    copies = tuple((read, write) for write, read in moves.copies.items())
+    engine.runner.move(Plan(swap_out=tuple(moves.out), copies=copies))
+    scheduler.moved()
+    engine.check_integrity()
+
+
 class Collector:
     """What a reader sees of each request, and whether it is what was promised."""
 
@@ -193,7 +216,7 @@ def run(engine: Engine, *requests: Request, limit: int = 10_000) -> dict[str, Fi
 def alone(one: Request, **limits: object) -> Finished:
     """The same request on an idle engine of its own, with plenty of room."""
     engine, _ = make_engine(garbage=99, **{"num_blocks": 256, "block_size": 4, **limits})
-    copy = Request(one.id, one.prompt, one.params, cache_salt=one.cache_salt)
+    copy = Request(one.id, one.prompt, one.params, cache_salt=one.cache_salt, grammar=one.grammar)
     copy.noise_seed = one.noise_seed
     return run(engine, copy)[one.id]
 
@@ -205,10 +228,10 @@ def expect_idle(engine: Engine) -> None:
     assert scheduler.blocks.device.num_free == scheduler.blocks.device.size
     assert scheduler.blocks.host.num_free == scheduler.blocks.host.size
     assert (scheduler.num_waiting, scheduler.running, scheduler.swapped) == (0, [], [])
-    assert (scheduler.waiting._heap, scheduler.waiting._parked) == ([], {})
-    assert (scheduler._computing, scheduler._children) == ({}, {})
+    assert (scheduler.waiting._heap, scheduler.waiting._parked, scheduler.waiting._computing) == ([], {}, {})
+    assert scheduler._children == {}
     assert scheduler.blocks.moves == Moves()
     assert (engine._requests, engine._endings, engine._gated) == ({}, {}, set())
     assert engine._deadlines._heap == []
-    sampler = engine._runner.sampler  # type: ignore[attr-defined]
+    sampler = engine.runner.sampler  # type: ignore[attr-defined]
     assert (sampler._counts, sampler._uids, sampler._columns) == ({}, (), None)

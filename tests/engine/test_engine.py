@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from engine.outputs import Fault, Outcome
 from engine.request import InvalidRequest, PromptTooLong, Request
@@ -319,3 +320,15 @@ def test_a_request_that_makes_the_step_raise_is_found_and_ended_alone(num_blocks
     assert "told to raise" in (finished["r2"].message or "")
     for i in (0, 1, 3, 4):
         assert finished[f"r{i}"].choices == alone(requests[i]).choices
+
+
+def test_a_lost_device_ends_the_engine_and_fails_no_request() -> None:
+    engine, runner = make_engine()
+    engine.add(request("a", [1, 2, 3]))
+
+    def lost(plan: object) -> None:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    runner.execute = lost  # type: ignore[assignment, method-assign]
+    with pytest.raises(torch.AcceleratorError):
+        engine.step()

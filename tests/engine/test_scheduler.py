@@ -11,7 +11,7 @@ from tests.engine.stub import StubRunner, alone, expect_idle, expect_short_outpu
 
 def shape(plan: Plan) -> list[tuple[str, int, int]]:
     """(request, start, count) of each slice."""
-    return [(p.seq.request.id, p.start, p.count) for p in plan.slices]
+    return [(p.seq.request.id, p.start, p.num_tokens) for p in plan.slices]
 
 
 def plans_of(runner: StubRunner) -> list[list[tuple[str, int, int]]]:

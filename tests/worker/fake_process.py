@@ -1,11 +1,13 @@
 """`python -m tests.worker.fake_process`: a real worker process whose engine is faked; settings from the environment.
 
-`FAKE_STEP`: seconds a step takes; `FAKE_HANG`: the step at which the engine hangs.
+`FAKE_STEP`: seconds a step takes; `FAKE_HANG`: the step at which the engine hangs; `FAKE_KILL`: a prompt whose tenth
+token kills the process.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from typing import Any
@@ -19,15 +21,20 @@ from worker.service import main
 from worker.translate import Translator
 
 
-class Hanging(FakeEngine):
+class Faulty(FakeEngine):
     def step(self) -> StepOutput:
+        prompt = list(os.environ.get("FAKE_KILL", "").encode())
+        far = [list(one.request.prompt) for one in self._live.values() if len(one.tokens[0]) >= 10]
+        if prompt and prompt in far:
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.steps == int(os.environ.get("FAKE_HANG", "-1")):
             threading.Event().wait()
         return super().step()
 
 
 def load(settings: Any) -> Loaded:
-    engine = Hanging(step_seconds=float(os.environ.get("FAKE_STEP", "0")))
+    slots = settings.max_num_seqs
+    engine = Faulty(max_num_seqs=slots, step_seconds=float(os.environ.get("FAKE_STEP", "0")))
     model = FakeModel()
     return Loaded(engine, model, Translator(settings, engine, model, Refusal))
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from engine.outputs import ChoiceResult, Delta, EngineStats, Fault, Finished, Outcome, StepOutput
-from engine.request import InvalidRequest, PromptTooLong, Request
+from engine.outputs import (
+    ChoiceResult,
+    Delta,
+    EngineStats,
+    Fault,
+    Finished,
+    Logprob,
+    Outcome,
+    StepOutput,
+    TokenLogprobs,
+)
+from engine.request import GrammarError, InvalidRequest, PromptTooLong, Request
 from engine.sequence import FinishReason
 
 POISON = 66
@@ -30,6 +41,27 @@ class FakeTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode(errors="replace")
 
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token])
+
+
+@dataclass
+class FakeCompiler:
+    """Knows every grammar but the pattern `bad`; `slow` ones wait for `release`."""
+
+    release: threading.Event = field(default_factory=threading.Event)
+    compiled: list[tuple[str, Any]] = field(default_factory=list)
+
+    def compile(self, kind: Any, spec: Any) -> Any:
+        if spec == "slow":
+            self.release.wait(10)
+        if spec == "panic":
+            raise BaseException("as pyo3 raises what Rust panics with")
+        if spec == "bad":
+            raise GrammarError("it is bad")
+        self.compiled.append((kind, spec))
+        return SimpleNamespace(kind=kind, spec=spec)
+
 
 @dataclass
 class FakeModel:
@@ -41,6 +73,7 @@ class FakeModel:
         )
     )
     max_model_len: int = 256
+    grammars: FakeCompiler = field(default_factory=FakeCompiler)
 
 
 @dataclass
@@ -56,6 +89,20 @@ class _Live:
 def text_of(prompt: Sequence[int], choice: int, count: int) -> str:
     """What the fake engine answers."""
     return "".join(f"{(sum(prompt) + choice + n) % 97} " for n in range(count))
+
+
+def logprobs_of(request: Request, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...] | None:
+    """What the fake engine says of its tokens, where asked."""
+    top = request.params.logprobs
+    return None if top is None else tuple(_logprobs(token, top) for token in tokens)
+
+
+def _logprobs(token: int, top: int) -> TokenLogprobs:
+    """Minus infinity and NaN among them, which no JSON may hold."""
+    bad = (float("-inf"), float("nan"))
+    return TokenLogprobs(
+        Logprob(token, -token / 8), tuple(Logprob(200 + i, bad[i] if i < 2 else -float(i)) for i in range(top))
+    )
 
 
 class FakeEngine:
@@ -152,7 +199,7 @@ class FakeEngine:
         for index, tokens in enumerate(live.tokens):
             value = (sum(request.prompt) + index + len(tokens)) % 97
             tokens.append(value)
-            out.append(Delta(request.id, index, f"{value} ", (value,)))
+            out.append(Delta(request.id, index, f"{value} ", (value,), logprobs_of(request, [value])))
         return out
 
     def _ended(self, live: _Live) -> Finished | None:
@@ -166,7 +213,17 @@ class FakeEngine:
         request = live.request
         del self._live[request.id]
         choices = tuple(
-            ChoiceResult(i, text_of(request.prompt, i, len(t)), reason, None, tuple(t))
+            ChoiceResult(
+                i,
+                text_of(request.prompt, i, len(t)),
+                reason,
+                None,
+                tuple(t),
+                logprobs_of(request, t),
+                None
+                if request.params.prompt_logprobs is None
+                else (None, *(_logprobs(p, request.params.prompt_logprobs) for p in request.prompt[1:])),
+            )
             for i, t in enumerate(live.tokens)
         )
         return Finished(

@@ -41,11 +41,12 @@ class Queue:
         """A bare XADD, as any language would do it."""
         job_id = id or secrets.token_hex(16)
         raw = body if isinstance(body, bytes) else orjson.dumps(body)
-        self.client.xadd(self.keys.lane(lane), {"id": job_id, "body": raw, **fields})
+        entry: dict[Any, Any] = {"id": job_id, "body": raw, **fields}
+        self.client.xadd(self.keys.lane(lane), entry)
         return job_id
 
     def result(self, job_id: str, timeout: float = 10) -> dict[str, Any]:
-        raw = eventually(lambda: self.client.get(self.keys.result(job_id)), timeout)
+        raw: Any = eventually(lambda: self.client.get(self.keys.result(job_id)), timeout)
         return dict(orjson.loads(raw))
 
     def events(self, job_id: str) -> list[tuple[str, dict[str, str]]]:

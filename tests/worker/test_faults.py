@@ -123,7 +123,7 @@ def test_nothing_is_swept_before_a_lease_of_unbroken_contact(queue: Queue) -> No
     Scripts(queue.client, queue.keys, "dead").read(1)
     contact = Contact()
     with inside(queue) as worker:
-        sweeper = Sweeper(scripts, worker.worker.held, contact, 0.2, 0.01)
+        sweeper = Sweeper(scripts, worker.worker.held, contact, 0.2, 0.01, worker.worker._quarantine)
         threading.Event().wait(0.3)
         assert sweeper.sweep(5) == []  # no contact yet
         contact.ok()

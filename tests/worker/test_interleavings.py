@@ -18,6 +18,7 @@ from engine.engine import Engine
 from producer.protocol.scripts import Scripts
 from tests.engine.stub import expect_idle, make_engine
 from tests.worker.harness import Queue, Refusal
+from worker.blame import Quarantine
 from worker.cancellation import Canceller
 from worker.cli import settings_from
 from worker.gate import Gate
@@ -25,6 +26,7 @@ from worker.held import Held
 from worker.intake import Intake
 from worker.lease import Keeper
 from worker.link import Contact, RedisClock
+from worker.logprobs import LogprobsWriter
 from worker.loop import EngineLoop
 from worker.publisher import Publisher
 from worker.results import Results
@@ -90,17 +92,18 @@ class Parts:
         model = SimpleNamespace(name="stub", tokenizer=None, generation=None)
         translator = Translator(settings, engine, model, Refusal)
         contact.ok()
-        self.thief = Sweeper(self.scripts, self.held, contact, 0, 0)
-        sweeper = Sweeper(self.scripts, self.held, contact, 30, 15)
-        engine.gate = Gate(self.scripts, self.held, self.loop, contact)
+        quarantine = Quarantine(self.scripts, self.held, 30)
+        self.thief = Sweeper(self.scripts, self.held, contact, 0, 0, quarantine)
+        sweeper = Sweeper(self.scripts, self.held, contact, 30, 15, quarantine)
+        engine.gate = Gate(self.scripts, self.held, self.loop, contact, quarantine)
         self.intake = Intake(
-            settings, self.scripts, queue.client, self.held, self.loop, translator, sweeper, clock, contact, Mailbox(),
-            self.stop,
+            settings, self.scripts, queue.client, self.held, self.loop, translator, sweeper, quarantine, clock, contact,
+            Mailbox(), self.stop,
         )  # fmt: skip
         self.keeper = Keeper(settings, self.scripts, self.held, self.loop, clock, contact, self.stop, dict)
         self.keeper.sync_clock()
         self.canceller = Canceller(queue.client, queue.keys, self.held, self.loop, contact, self.stop, 0.05)
-        results = Results("stub", name, clock)
+        results = Results("stub", name, clock, LogprobsWriter(lambda token: b""))
         self.publisher = Publisher(
             self.scripts, results, self.held, self.loop, contact, self.stop, lambda job, error: None
         )
@@ -255,7 +258,7 @@ def test_past_its_own_lease_end_nothing_is_published_until_it_is_renewed(queue: 
 def test_a_worker_that_lost_a_job_writes_nothing_over_its_successor(queue: Queue) -> None:
     first = Parts(queue, make_engine()[0], "first")
     second = Parts(queue, make_engine()[0], "second")
-    job = queue.add({"prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True})
+    job = queue.add({"prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True, "temperature": 0})
     first.read()
     first.step()
     first.publish()

@@ -14,7 +14,7 @@ from producer.protocol.errors import ErrorCode, JobError
 from producer.protocol.job import Identity, JobEntry
 from tests.worker.fakes import FakeEngine, FakeModel
 from worker.cli import settings_from
-from worker.held import Job
+from worker.held import Job, Structure
 from worker.translate import Translator
 
 
@@ -53,10 +53,13 @@ def refusal(body: Any, use: Translator | None = None, **entry: Any) -> JobError:
         ({"prompt": ""}, ErrorCode.INVALID_REQUEST, "prompt"),
         ({"prompt": [1, 256]}, ErrorCode.INVALID_REQUEST, "prompt"),
         ({"prompt": "x", "model": "other"}, ErrorCode.MODEL_MISMATCH, "fake"),
-        ({"prompt": "x", "logprobs": True}, ErrorCode.INVALID_REQUEST, "logprobs"),
-        ({"prompt": "x", "prompt_logprobs": 0}, ErrorCode.INVALID_REQUEST, "prompt_logprobs"),
-        ({"prompt": "x", "response_format": {"type": "json_object"}}, ErrorCode.INVALID_REQUEST, "response_format"),
-        ({"prompt": "x", "structured_outputs": {"regex": "a"}}, ErrorCode.INVALID_REQUEST, "structured_outputs"),
+        ({"prompt": "x", "logprobs": 21}, ErrorCode.INVALID_REQUEST, "logprobs"),
+        ({"prompt": "x", "logprobs": True, "top_logprobs": 257}, ErrorCode.INVALID_REQUEST, "top_logprobs"),
+        ({"prompt": "x", "top_logprobs": 1}, ErrorCode.INVALID_REQUEST, "top_logprobs"),
+        ({"prompt": "x", "prompt_logprobs": -1}, ErrorCode.INVALID_REQUEST, "prompt_logprobs"),
+        ({"prompt": "x", "response_format": {"type": "yaml"}}, ErrorCode.INVALID_REQUEST, "response_format"),
+        ({"prompt": "x", "response_format": {"type": "json_schema"}}, ErrorCode.INVALID_REQUEST, "response_format"),
+        ({"prompt": "x", "structured_outputs": {}}, ErrorCode.INVALID_REQUEST, "structured_outputs"),
         (
             {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
             ErrorCode.INVALID_REQUEST,
@@ -131,3 +134,65 @@ def test_response_format_text_is_accepted() -> None:
 def test_chat_goes_through_the_template_with_its_arguments() -> None:
     request = translate({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]})[1]
     assert bytes(request.prompt) == b"<user>hi"
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": 0}, 0),
+        ({"logprobs": True, "top_logprobs": 0}, 0),
+        ({"logprobs": True, "top_logprobs": 5}, 5),
+        ({"logprobs": 3}, 3),
+        ({"logprobs": 3, "top_logprobs": 3}, 3),
+    ],
+)
+def test_logprobs_are_read_as_openai_and_as_a_count(body: Any, count: int | None) -> None:
+    params = translate({"prompt": "x", **body})[1].params
+    assert (params.logprobs, params.prompt_logprobs) == (count, None)
+    assert translate({"prompt": "x", "prompt_logprobs": 2})[1].params.prompt_logprobs == 2
+
+
+def test_logprobs_that_no_result_could_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"prompt": "x" * 10, "max_tokens": 20, "logprobs": 4, "prompt_logprobs": 9, "n": 2}
+    monkeypatch.setattr("worker.translate.MAX_LOGPROBS", 2 * (20 * 5 + 10 * 10))
+    assert translate(body)[1].params.logprobs == 4
+    monkeypatch.setattr("worker.translate.MAX_LOGPROBS", 2 * (20 * 5 + 10 * 10) - 1)
+    assert "logprobs" in refusal(body).message
+
+
+@pytest.mark.parametrize(
+    ("body", "key", "kind", "spec"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format", "json_object", None),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "null"}}}},
+            "response_format",
+            "json",
+            {"type": "null"},
+        ),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs.json", "json", {}),
+        ({"structured_outputs": {"json": "{}"}}, "structured_outputs.json", "json", "{}"),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs.regex", "regex", "a+"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice", "choice", ["a", ""]),
+        ({"structured_outputs": {"grammar": "start: A"}}, "structured_outputs.grammar", "grammar", "start: A"),
+    ],
+)
+def test_structure_is_noted_and_compiled_later(body: Any, key: str, kind: str, spec: Any) -> None:
+    model = FakeModel()
+    use = translator(model)
+    job, request = translate({"prompt": "x", **body}, use)
+    assert (job.structure, request.grammar, model.grammars.compiled) == (Structure(key, kind, spec), None, [])
+    use.grammar(Structure(key, kind, spec))
+    assert model.grammars.compiled == [(kind, spec)]
+
+
+def test_a_bad_grammar_is_the_senders_error_and_names_the_key() -> None:
+    with pytest.raises(JobError) as caught:
+        translator().grammar(Structure("structured_outputs.regex", "regex", "bad"))
+    assert (caught.value.code, caught.value.message) == (
+        ErrorCode.INVALID_REQUEST,
+        "structured_outputs.regex: it is bad",
+    )

@@ -1,0 +1,162 @@
+"""Tries a new grammar in a process of its own first, which may crash, hang or swell in the worker's place.
+
+llguidance bounds most work by fuel of its own, but it recurses over rules and references, so that a few thousand of
+them in a chain overflow the stack, and a wide schema takes it time that grows with the square of its width. Neither can
+be stopped in a thread. The child has much less stack than a thread has elsewhere: what passes there passes here.
+
+This file is also the child's program; it imports nothing of the project.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import subprocess
+import sys
+import threading
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+import llguidance
+
+SECONDS = 3.0
+"""To compile a grammar and to find its first ids."""
+START_SECONDS = 60.0
+"""For the child to start and read the tokenizer, on a machine that is busy loading a model."""
+MEGABYTES = 48
+"""By which the child may have grown with a grammar in it."""
+_STACK_BYTES = 1 << 20
+_SPARE_BYTES = 1 << 30
+"""Address space of the child beyond what it has at the start: ends a runaway before it hurts."""
+
+LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+"""For llguidance, wherever a grammar is compiled; a state takes one or two kilobytes."""
+
+
+def compile_source(tokenizer: llguidance.LLTokenizer, source: str) -> llguidance.LLMatcher:
+    """Compile, and find what may come first, which builds most of what a grammar will ever need."""
+    matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher
+
+
+class GuardFailed(RuntimeError):
+    """The child cannot be started."""
+
+
+class Guard:
+    """The child and the way to it. Any thread may call `problem`; one grammar is tried at a time."""
+
+    def __init__(self, tokenizer_json: str, n_vocab: int, eos_token_ids: list[int], seconds: float = SECONDS) -> None:
+        self._setup = json.dumps([tokenizer_json, n_vocab, eos_token_ids]).encode()
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+
+    def problem(self, source: str) -> str | None:
+        """What is wrong with this grammar, in llguidance's words or ours; None: it can be compiled here.
+
+        Raises:
+            GuardFailed: nothing is known of it.
+        """
+        with self._lock:
+            pipe = self._pipe or self._start()
+            try:
+                pipe.send_bytes(source.encode())
+                if pipe.poll(self._seconds):
+                    answer: str | None = json.loads(pipe.recv_bytes())
+                    return answer
+                why = f"it takes more than {self._seconds:g} s to compile"
+            except (EOFError, OSError):
+                why = "it is nested too deeply, or takes too much memory to compile"
+            self._stop()
+            return why
+
+    def close(self) -> None:
+        """End the child."""
+        with self._lock:
+            self._stop()
+
+    def _start(self) -> Connection:
+        ours, theirs = Pipe()
+        command = [sys.executable, "-P", __file__, str(theirs.fileno())]
+        self._child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # Ctrl-C is for the worker; the child ends when the pipe does
+        )
+        theirs.close()
+        self._pipe = ours
+        try:
+            ours.send_bytes(self._setup)
+            if ours.poll(START_SECONDS):
+                ours.recv_bytes()
+                return ours
+        except (EOFError, OSError):
+            pass
+        self._stop()
+        raise GuardFailed("the process that tries grammars does not start")
+
+    def _stop(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+        self._pipe = self._child = None
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self._stop()
+
+
+# ── the child ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _memory() -> tuple[int, int]:
+    """(address space, resident) of this process, in bytes."""
+    with open("/proc/self/statm") as file:
+        size, resident, *_ = file.read().split()
+    return int(size) * resource.getpagesize(), int(resident) * resource.getpagesize()
+
+
+def _serve(pipe: Connection) -> None:
+    tokenizer_json, n_vocab, eos = json.loads(pipe.recv_bytes())
+    tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=n_vocab, eos_token=eos)
+    compile_source(tokenizer, llguidance.LLMatcher.grammar_from_regex("a"))  # what is built once is built now
+    size, base = _memory()
+    resource.setrlimit(resource.RLIMIT_AS, (size + _SPARE_BYTES, size + _SPARE_BYTES))
+    pipe.send_bytes(b"null")
+    while True:
+        source = pipe.recv_bytes().decode()
+        matcher = compile_source(tokenizer, source)
+        problem: Any = matcher.get_error() if matcher.is_error() else None
+        if problem is None and _memory()[1] - base > MEGABYTES << 20:
+            return  # the parent takes it for what it is, and the next child starts small again
+        copy = matcher.deep_copy()
+        del matcher, copy  # freeing recurses too
+        pipe.send_bytes(json.dumps(problem).encode())
+
+
+def _main() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with Connection(int(sys.argv[1])) as pipe:
+        threading.stack_size(_STACK_BYTES)
+        thread = threading.Thread(target=_quietly, args=(pipe,))
+        thread.start()
+        thread.join()
+
+
+def _quietly(pipe: Connection) -> None:
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone
+        _serve(pipe)
+
+
+if __name__ == "__main__":
+    _main()

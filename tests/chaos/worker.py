@@ -1,0 +1,40 @@
+"""`python -m tests.chaos.worker`: a real worker process over the exact-hash stub; settings from the environment.
+
+`CHAOS_STEP`: seconds that a step takes at least, so that there is something to disturb.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+from engine.plan import Plan
+from engine.sampler import Sampled
+from tests.chaos.jobs import LIMITS
+from tests.engine.stub import make_engine
+from tests.worker.fakes import FakeModel
+from tests.worker.harness import Refusal
+from worker.cli import settings_from_environment
+from worker.loading import Loaded
+from worker.service import main
+from worker.translate import Translator
+
+
+def load(settings: Any) -> Loaded:
+    engine, runner = make_engine(garbage=os.getpid(), **LIMITS)
+    execute, pause = runner.execute, float(os.environ.get("CHAOS_STEP", "0"))
+
+    def slow(plan: Plan) -> Sampled:
+        time.sleep(pause)
+        runner.plans.clear()
+        return execute(plan)
+
+    runner.execute = slow  # type: ignore[method-assign]
+    model = FakeModel()
+    return Loaded(engine, model, Translator(settings, engine, model, Refusal))
+
+
+if __name__ == "__main__":
+    sys.exit(main(settings_from_environment(model="stub"), load))

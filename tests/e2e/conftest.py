@@ -1,0 +1,57 @@
+"""Queues of one's own, and workers that do not outlive their test."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from producer.protocol.connection import command_client
+from producer.protocol.keys import Keys
+from tests.e2e.process import Process, Start
+from tests.support import RedisServer
+from tests.worker.harness import Queue
+from worker.embedded import embedded_redis
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[str]:
+    with embedded_redis() as url:
+        yield url
+
+
+@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.redis_server)])
+def queue(request: pytest.FixtureRequest) -> Iterator[Queue]:
+    url = request.getfixturevalue("embedded" if request.param == "fake" else "redis_server")
+    yield from queue_on(url if isinstance(url, str) else url.url)
+
+
+def queue_on(url: str) -> Iterator[Queue]:
+    client = command_client(url)
+    yield Queue(client, url, Keys(f"test-{secrets.token_hex(6)}"))
+    client.close()
+
+
+@pytest.fixture
+def own(own_redis: RedisServer) -> Iterator[Queue]:
+    yield from queue_on(own_redis.url)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts workers; what still lives at the end is killed."""
+    processes: list[Process] = []
+
+    def one(queue: Queue, **options: str) -> Process:
+        processes.append(Process(queue.url, queue.keys.queue, tmp_path, **options))
+        return processes[-1]
+
+    yield one
+    for process in processes:
+        if process.popen.poll() is None:
+            process.popen.send_signal(signal.SIGCONT)
+            process.popen.kill()
+            process.wait()

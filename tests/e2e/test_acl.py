@@ -1,0 +1,171 @@
+"""The shipped access rules: each role does its work, and nothing else."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import redis
+from redis.exceptions import AuthenticationError, NoPermissionError
+
+from producer.client import Client
+from producer.protocol.connection import command_client
+from producer.protocol.keys import Keys
+from producer.protocol.replies import CancelReply
+from tests.support import eventually, free_port
+from tests.worker.fakes import FakeEngine
+from tests.worker.harness import Queue, inside
+
+ROLES = ("producer", "client", "worker", "operator")
+FILE = Path(__file__).parents[2] / "deploy" / "redis-users.acl"
+KEYS = Keys("guarded")
+pytestmark = pytest.mark.redis_server
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A URL for each role, on a real server with the shipped file."""
+
+    folder, port = tmp_path_factory.mktemp("acl"), free_port()
+    shutil.copy(FILE, folder / "users.acl")
+    command = [shutil.which("redis-server") or "redis-server", "--port", str(port), "--bind", "127.0.0.1"]
+    command += ["--dir", str(folder), "--save", "", "--aclfile", str(folder / "users.acl")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    found = {role: f"redis://{role}:change-me-{role}@127.0.0.1:{port}/0" for role in ROLES}
+    found["nobody"] = f"redis://127.0.0.1:{port}/0"
+
+    def up() -> bool:
+        with closing(command_client(found["operator"], retries=0)) as client:
+            try:
+                return bool(client.ping())
+            except redis.ConnectionError:
+                return False
+
+    eventually(up)
+    yield found
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def roles(urls: dict[str, str]) -> Iterator[dict[str, redis.Redis]]:
+    clients = {role: command_client(urls[role], retries=0) for role in ROLES}
+    yield clients
+    for client in clients.values():
+        client.close()
+
+
+def refused(client: redis.Redis, *command: object) -> None:
+    with pytest.raises(NoPermissionError):
+        client.execute_command(*command)
+
+
+def test_every_role_can_do_its_work(urls: dict[str, str], roles: dict[str, redis.Redis]) -> None:
+    queue = Queue(roles["producer"], urls["worker"], KEYS)
+    operator = Queue(roles["operator"], urls["operator"], KEYS)
+    with inside(Queue(roles["operator"], urls["worker"], KEYS), FakeEngine(step_seconds=0.005), lease_seconds="1"):
+        job = queue.add({"prompt": "x", "max_tokens": 3}, tenant="t", group="g")  # the producer's bare XADD
+        result = operator.check_ending(job)
+        assert result["status"] == "succeeded"
+        assert queue.events(job)  # and its reads
+        assert queue.result(job) == result
+        long = queue.add({"prompt": "x", "max_tokens": 240})
+        queue.cancel(long)
+        assert queue.result(long)["status"] == "cancelled"
+        with Client(urls["client"], "guarded") as client:
+            mine = client.submit("x", max_tokens=3, tenant="t", group="g")
+            assert "".join(mine.text(timeout=10)) == mine.result(timeout=10).text
+            later = client.submit("x", max_tokens=3, delay=60)
+            assert later.cancel() is CancelReply.DONE
+            soon = client.submit("x", max_tokens=3, delay=0.1)
+            assert soon.result(timeout=10).status == "succeeded"
+        broken = queue.add(b"{")
+        assert queue.result(broken)["error"]["code"] == "invalid_json"
+        roles["operator"].hset(KEYS.meta, "paused", "1")
+        assert roles["operator"].hget(KEYS.meta, "paused") == b"1"
+        roles["operator"].hdel(KEYS.meta, "paused")
+        assert roles["operator"].hgetall(KEYS.group("g"))
+        assert roles["operator"].xinfo_groups(KEYS.lane("normal"))
+        assert list(roles["operator"].scan_iter(match=KEYS.worker("*")))
+
+
+def test_nobody_comes_in_without_a_role(urls: dict[str, str]) -> None:
+    with closing(command_client(urls["nobody"], retries=0)) as client, pytest.raises(AuthenticationError):
+        client.ping()
+
+
+DANGEROUS = [
+    ("FLUSHALL",), ("FLUSHDB",), ("CONFIG", "SET", "maxmemory", "1"), ("SHUTDOWN", "NOSAVE"), ("ACL", "SETUSER", "x"),
+    ("KEYS", "*"), ("REPLICAOF", "h", "1"), ("MODULE", "LIST"), ("SCRIPT", "FLUSH"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("command", DANGEROUS, ids=lambda c: " ".join(c[:2]))
+def test_no_role_may_harm_the_server(roles: dict[str, redis.Redis], role: str, command: tuple[str, ...]) -> None:
+    refused(roles[role], *command)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_no_role_reaches_keys_of_others(roles: dict[str, redis.Redis], role: str) -> None:
+    for command in (("GET", "other"), ("SET", "other", "x"), ("XADD", "tokenmill:jobs:normal", "*", "a", "b")):
+        refused(roles[role], *command)
+
+
+def test_a_producer_can_add_read_and_cancel_and_no_more(roles: dict[str, redis.Redis]) -> None:
+    producer, lane = roles["producer"], KEYS.lane("normal")
+    for command in (
+        ("SET", KEYS.result("j"), "forged"),
+        ("SET", lane, "gone"),
+        ("DEL", KEYS.cancel("j")),
+        ("GET", KEYS.cancel("j")),
+        ("XADD", KEYS.out("j"), "*", "type", "final"),
+        ("XADD", KEYS.dead, "*", "a", "b"),
+        ("XREAD", "STREAMS", lane, "0"),
+        ("XRANGE", lane, "-", "+"),
+        ("XDEL", lane, "1-1"),
+        ("XTRIM", lane, "MAXLEN", "0"),
+        ("XREADGROUP", "GROUP", "workers", "me", "STREAMS", lane, ">"),
+        ("XGROUP", "DESTROY", lane, "workers"),
+        ("HSET", KEYS.job("j"), "state", "queued"),
+        ("HSET", KEYS.meta, "paused", "1"),
+        ("HGETALL", KEYS.meta),
+        ("SET", KEYS.quota("t"), "0"),
+        ("EVAL", "return 1", "0"),
+        ("EVALSHA", "0" * 40, "0"),
+        ("SCAN", "0"),
+        ("INFO",),
+    ):
+        refused(producer, *command)
+
+
+def test_a_client_cannot_take_jobs_or_steer_the_queue(roles: dict[str, redis.Redis]) -> None:
+    client, lane = roles["client"], KEYS.lane("normal")
+    for command in (
+        ("XREADGROUP", "GROUP", "workers", "me", "STREAMS", lane, ">"),
+        ("XAUTOCLAIM", lane, "workers", "me", "0", "0"),
+        ("XCLAIM", lane, "workers", "me", "0", "1-1"),
+        ("XGROUP", "CREATE", lane, "mine", "0"),
+        ("XTRIM", lane, "MAXLEN", "0"),
+        ("HSET", KEYS.meta, "paused", "1"),
+        ("XADD", KEYS.dead, "*", "a", "b"),
+        ("XRANGE", KEYS.dead, "-", "+"),
+        ("XRANGE", KEYS.callbacks, "-", "+"),
+        ("HGETALL", KEYS.worker("w")),
+        ("HSET", KEYS.worker("w"), "status", "ready"),
+        ("EVAL", "return 1", "0"),
+        ("SCAN", "0"),
+    ):
+        refused(client, *command)
+
+
+def test_a_worker_cannot_see_or_change_the_server(roles: dict[str, redis.Redis]) -> None:
+    for command in (
+        ("SCAN", "0"), ("INFO",), ("CLIENT", "LIST"), ("XTRIM", KEYS.lane("low"), "MAXLEN", "0"),
+        ("XGROUP", "DESTROY", KEYS.lane("low"), "workers"), ("EVAL", "return 1", "0"), ("SUBSCRIBE", "x"),
+    ):  # fmt: skip
+        refused(roles["worker"], *command)

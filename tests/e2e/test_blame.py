@@ -1,0 +1,54 @@
+"""A job that kills its workers ends; its neighbours finish. Real processes, a supervisor that starts them again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.process import Start
+from tests.support import eventually
+from tests.worker.harness import Queue
+from worker.exits import Exit
+
+
+@pytest.mark.redis_server
+def test_of_64_jobs_in_one_batch_only_the_one_that_kills_its_workers_is_given_up(own: Queue, start: Start) -> None:
+    poison = own.add({"prompt": "poison", "max_tokens": 20}, id="poison")
+    neighbours = [own.add({"prompt": f"innocent {i}", "max_tokens": 16}) for i in range(63)]
+    options = {
+        "FAKE_KILL": "poison",
+        "FAKE_STEP": "0.005",
+        "block_ms": "20",
+        "max_num_seqs": "128",
+        "max_waiting": "128",
+    }
+    workers = [start(own, **options)]
+
+    def over() -> bool:
+        if workers[-1].popen.poll() is not None:
+            assert workers[-1].popen.returncode == -9
+            workers.append(start(own, **options))  # as a supervisor would
+        return own.depth() == 0
+
+    eventually(over, 60)
+    result = own.check_ending(poison)
+    assert (result["status"], result["error"]["code"], result["error"]["cause"]) == ("failed", "gave_up", "worker_lost")
+    assert (result["attempt"], len(workers)) == (3, 4)
+    assert [fields[b"id"] for _, fields in own.client.xrange(own.keys.dead)] == [b"poison"]
+    ends = [own.check_ending(job) for job in neighbours]
+    assert {end["status"] for end in ends} == {"succeeded"}
+    # All of them fell twice beside it; none was started with it a third time.
+    assert max(end["attempt"] for end in ends) == 3
+    assert (own.depth(), own.pending()) == (0, 0)
+    assert workers[-1].stop() == Exit.OK
+
+
+@pytest.mark.redis_server
+def test_one_crash_makes_nobody_run_alone(own: Queue, start: Start) -> None:
+    jobs = [own.add({"prompt": f"{i}", "max_tokens": 60}) for i in range(16)]
+    first = start(own, FAKE_STEP="0.05", max_num_seqs="64")
+    eventually(lambda: own.client.hget(own.keys.job(jobs[-1]), "state") == b"running", 20)
+    first.popen.kill()
+    second = start(own, FAKE_STEP="0.01", max_num_seqs="64")
+    assert {own.check_ending(job)["attempt"] for job in jobs} == {2}
+    assert "suspect_held" not in second.log
+    assert {own.client.hget(own.keys.job(job), "deaths") for job in jobs} == {b"1"}

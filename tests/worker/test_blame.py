@@ -1,0 +1,292 @@
+"""Who kills a worker is found, one suspect at a time, and nobody else pays for it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import pytest
+
+from producer.protocol.job import Identity
+from producer.protocol.scripts import Delivery, Ref, Scripts, StartStatus
+from tests.support import eventually
+from tests.worker.fakes import FakeEngine
+from tests.worker.harness import Inside, Queue, inside
+from worker.blame import DEATHS, MARGIN, Quarantine
+from worker.exits import Exit
+from worker.held import Held, Job
+
+BODY = {"prompt": "x", "max_tokens": 5}
+LEASE = 0.6
+
+
+@dataclass
+class Room:
+    """A quarantine without threads."""
+
+    queue: Queue
+    lease: float = 0.3
+    held: Held = field(default_factory=Held)
+
+    def __post_init__(self) -> None:
+        self.scripts = Scripts(self.queue.client, self.queue.keys, "us")
+        self.scripts.ensure_groups()
+        self.quarantine = Quarantine(self.scripts, self.held, self.lease)
+
+    def delivered(self) -> list[Delivery]:
+        """Everything in the normal lane, ours from now on."""
+        lane = self.queue.keys.lane("normal")
+        _, entries, *_ = self.queue.client.xautoclaim(lane, "workers", "us", 0, "0-0", count=500)
+        return [Delivery("normal", entry.decode(), dict(fields)) for entry, fields in entries]
+
+    def hold(self, deliveries: list[Delivery]) -> list[Job]:
+        jobs = []
+        for lane, entry, fields in deliveries:
+            job = Job(lane, entry, Identity(fields[b"id"].decode()))
+            self.held.add(job)
+            self.quarantine.enter(job)
+            jobs.append(job)
+        return jobs
+
+
+def die(queue: Queue, worker: str, jobs: int, tokens: int = 0) -> None:
+    """A worker that takes and starts all entries there are, says something, and is heard of no more."""
+    scripts = Scripts(queue.client, queue.keys, worker)
+    scripts.ensure_groups()
+    lane = queue.keys.lane("normal")
+    scripts.read(jobs)
+    _, entries, *_ = queue.client.xautoclaim(lane, "workers", worker, 0, "0-0", count=jobs)
+    for entry, fields in entries:
+        job_id = fields[b"id"].decode()
+        started = scripts.start(Ref("normal", entry.decode(), job_id), Identity(job_id), prompt_tokens=1)
+        assert started.status is StartStatus.OK
+        for n in range(1, tokens + 1):
+            event = {"type": "token", "index": 0, "text": "a ", "tokens": 1}
+            queue.client.xadd(queue.keys.out(job_id), event, id=f"{started.fence}-{n}")
+
+
+def test_one_crash_makes_no_suspects(queue: Queue) -> None:
+    room = Room(queue)
+    for _ in range(4):
+        queue.add(BODY)
+    die(queue, "a", 4)
+    jobs = room.hold(room.quarantine.sift(room.delivered()))
+    assert [job.suspect for job in jobs] == [False] * 4
+    assert not room.quarantine.taken
+    assert all(room.quarantine.admits(job) for job in jobs)
+
+
+def test_of_many_suspects_one_is_held_and_the_others_stay_takeable_with_their_deaths(queue: Queue) -> None:
+    room = Room(queue)
+    for _ in range(4):
+        queue.add(BODY)
+    for worker in ("a", "b"):
+        die(queue, worker, 4)
+    ordinary = queue.add(BODY)
+    Scripts(queue.client, queue.keys, "c").read(1)
+    kept = room.quarantine.sift(room.delivered())
+    jobs = room.hold(kept)
+    assert [job.suspect for job in jobs] == [True, False]
+    assert jobs[1].id == ordinary
+    assert room.quarantine.turned_away
+    # Handed back as they were: the next worker sees two deaths, too.
+    other = Quarantine(Scripts(queue.client, queue.keys, "other"), Held(), 0.3)
+    idle = queue.client.xpending_range(queue.keys.lane("normal"), "workers", "-", "+", 10, idle=300)
+    assert len(idle) == 3
+    again = [one for one in room.delivered() if one.entry in {row["message_id"].decode() for row in idle}]
+    assert len(other.sift(again)) == 1
+
+
+def test_a_suspect_waits_for_the_others_at_most_a_lease_and_is_then_alone(queue: Queue) -> None:
+    room = Room(queue, lease=0.2)
+    suspect_id = queue.add(BODY)
+    for worker in ("a", "b"):
+        die(queue, worker, 1)
+    runs, waits = Job("normal", "1-1", Identity("runs")), Job("normal", "1-2", Identity("waits"))
+    for job in (runs, waits):
+        room.held.add(job)
+    room.held.begin(runs.handle)
+    (suspect,) = room.hold(room.quarantine.sift(room.delivered()))
+    assert suspect.id == suspect_id
+    assert not room.quarantine.admits(suspect)
+    assert not room.quarantine.admits(waits)  # nothing new starts before it
+    handed: list[Job] = []
+
+    def hand_back(wanted: object) -> None:
+        assert not room.quarantine.admits(suspect)  # not before the others are handed back
+        handed.extend(room.held.take(wanted))  # type: ignore[arg-type]
+
+    room.quarantine.tick(hand_back)
+    assert handed == []
+    eventually(lambda: room.quarantine.tick(hand_back) or handed)
+    assert handed == [runs]
+    assert room.quarantine.admits(suspect)
+    room.held.begin(suspect.handle)
+    assert not room.quarantine.admits(waits)
+    room.held.forget(suspect.handle)
+    assert room.quarantine.admits(waits)
+
+
+def test_after_a_suspect_the_ordinary_get_their_time(queue: Queue) -> None:
+    room = Room(queue, lease=0.3)
+    for _ in range(2):
+        queue.add(BODY)
+    for worker in ("a", "b"):
+        die(queue, worker, 2)
+    ordinary = Job("normal", "1-1", Identity("ordinary"))
+    (first,) = room.hold(room.quarantine.sift(room.delivered()))
+    room.held.begin(first.handle)
+    room.held.add(ordinary)
+    room.held.forget(first.handle)
+    queue.client.xack(queue.keys.lane("normal"), "workers", first.entry)
+    ended = time.monotonic()
+    (second,) = room.hold(room.quarantine.sift(room.delivered()))
+    assert second.suspect
+    assert room.quarantine.admits(ordinary)
+    assert not room.quarantine.admits(second)
+    eventually(lambda: room.quarantine.admits(second))
+    assert time.monotonic() - ended >= 0.29
+    assert not room.quarantine.admits(ordinary)
+
+
+def test_a_suspect_without_ordinary_jobs_beside_it_waits_for_nothing(queue: Queue) -> None:
+    room = Room(queue, lease=60)
+    for _ in range(2):
+        queue.add(BODY)
+    for worker in ("a", "b"):
+        die(queue, worker, 2)
+    (first,) = room.hold(room.quarantine.sift(room.delivered()))
+    assert room.quarantine.admits(first)
+    room.held.begin(first.handle)
+    newcomer = Job("normal", "1-1", Identity("newcomer"))
+    room.held.add(newcomer)
+    assert not room.quarantine.admits(newcomer)  # it is alone, and stays it
+    room.held.forget(newcomer.handle)
+    room.held.forget(first.handle)
+    queue.client.xack(queue.keys.lane("normal"), "workers", first.entry)
+    (second,) = room.hold(room.quarantine.sift(room.delivered()))
+    assert room.quarantine.admits(second)
+
+
+def test_a_suspect_is_cleared_once_it_has_passed_its_last_run_by_the_margin(queue: Queue) -> None:
+    queue.add({"prompt": "x", "max_tokens": 200})
+    for worker in ("a", "b"):
+        die(queue, worker, 1, tokens=10)
+    room = Room(queue)
+    (suspect,) = room.hold(room.quarantine.sift(room.delivered()))
+    room.held.begin(suspect.handle)
+    started = room.scripts.start(suspect.ref, suspect.who, prompt_tokens=1, alone=True)
+    suspect.fence, suspect.tokens = started.fence, 10 + MARGIN - 1
+    room.quarantine.tick(lambda wanted: None)
+    assert room.quarantine.taken
+    suspect.tokens += 1
+    room.quarantine.tick(lambda wanted: None)
+    assert not room.quarantine.taken
+    assert not suspect.suspect
+    # What it died of so far is forgotten: the next death is its first.
+    assert queue.client.hmget(queue.keys.job(suspect.id), "deaths", "cleared", "alone") == [b"2", b"2", b"0"]
+    assert not Room(queue).hold(Room(queue).quarantine.sift(room.delivered()))[0].suspect
+
+
+def test_without_events_a_suspect_runs_alone_to_its_end(queue: Queue) -> None:
+    queue.add(BODY, stream="0")
+    for worker in ("a", "b"):
+        die(queue, worker, 1)
+    room = Room(queue)
+    (suspect,) = room.hold(room.quarantine.sift(room.delivered()))
+    room.held.begin(suspect.handle)
+    suspect.tokens = 100_000
+    room.quarantine.tick(lambda wanted: None)
+    assert room.quarantine.taken
+
+
+class TestSpent:
+    """When a job has had its starts."""
+
+    def start(self, queue: Queue, worker: str, **options: object) -> StartStatus:
+
+        scripts = Scripts(queue.client, queue.keys, worker)
+        scripts.ensure_groups()
+        scripts.read(1)
+        lane = queue.keys.lane("normal")
+        _, [(entry, fields)], *_ = queue.client.xautoclaim(lane, "workers", worker, 0, "0-0", count=1)
+        self.ref = Ref("normal", entry.decode(), fields[b"id"].decode())
+        return scripts.start(self.ref, Identity(self.ref.id), prompt_tokens=1, max_attempts=3, **options).status  # type: ignore[arg-type]
+
+    def test_who_dies_alone_after_its_last_start_is_given_up(self, queue: Queue) -> None:
+        queue.add(BODY)
+        for worker in ("a", "b"):
+            assert self.start(queue, worker) is StartStatus.OK
+        assert self.start(queue, "c", alone=True) is StartStatus.OK
+        assert self.start(queue, "d", alone=True) is StartStatus.SPENT
+
+    def test_who_never_ran_alone_has_a_start_alone_left(self, queue: Queue) -> None:
+        queue.add(BODY)
+        for worker in ("a", "b", "c"):
+            assert self.start(queue, worker) is StartStatus.OK
+        assert self.start(queue, "d", alone=True) is StartStatus.OK
+        assert self.start(queue, "e", alone=True) is StartStatus.SPENT
+
+    def test_unless_its_producer_named_a_cap(self, queue: Queue) -> None:
+        queue.add(BODY)
+        for worker in ("a", "b", "c"):
+            assert self.start(queue, worker, strict=True) is StartStatus.OK
+        assert self.start(queue, "d", alone=True, strict=True) is StartStatus.SPENT
+
+    def test_polite_hand_backs_never_count(self, queue: Queue) -> None:
+        queue.add(BODY)
+        for turn in range(10):
+            worker = f"w{turn}"
+            assert self.start(queue, worker) is StartStatus.OK
+            Scripts(queue.client, queue.keys, worker).yield_(self.ref, idle_ms=0, spare=True)
+        held = queue.client.hmget(queue.keys.job(self.ref.id), "attempt", "tries", "deaths", "state")
+        assert held == [b"10", b"0", b"0", b"queued"]
+
+    def test_failures_that_are_tried_again_do(self, queue: Queue) -> None:
+        queue.add(BODY)
+        for worker in ("a", "b", "c"):
+            assert self.start(queue, worker) is StartStatus.OK
+            Scripts(queue.client, queue.keys, worker).yield_(self.ref, idle_ms=0)
+        assert self.start(queue, "d") is StartStatus.SPENT
+
+
+class Breaking(FakeEngine):
+    """Its device breaks for good in the step in which a poisoned job runs."""
+
+    def step(self) -> object:  # type: ignore[override]
+        if any(live.started and live.request.prompt == [ord("!")] for live in self._live.values()):
+            raise RuntimeError("the device is lost")
+        return super().step()
+
+
+@pytest.mark.parametrize("times", [DEATHS + 1])
+def test_a_broken_device_is_held_against_what_ran_on_it(queue: Queue, times: int) -> None:
+    """Each worker ends with an error; what it ran counts a death, what waited does not."""
+    poison = queue.add({"prompt": "!", "max_tokens": 5})
+    neighbours = [queue.add({"prompt": f"{i}", "max_tokens": 40}) for i in range(6)]
+    options = {"lease_seconds": str(LEASE), "max_waiting": "64"}
+    for _ in range(8):
+        worker = Inside(queue, Breaking(step_seconds=0.002), **options).start()
+        eventually(lambda: worker.status is not None or queue.depth() == 0, 20)  # noqa: B023
+        if worker.status is None:
+            break
+        assert worker.join() is Exit.ERROR
+    else:
+        raise AssertionError("the poison was never given up")
+    assert worker.stop() is Exit.OK
+    result = queue.check_ending(poison)
+    assert (result["error"]["code"], result["attempt"]) == ("gave_up", times)
+    assert result["error"]["cause"] == "worker_lost"
+    for job in neighbours:
+        assert queue.check_ending(job)["status"] == "succeeded"
+    assert [fields[b"id"].decode() for _, fields in queue.client.xrange(queue.keys.dead)] == [poison]
+
+
+def test_what_is_handed_back_politely_starts_elsewhere_without_a_mark(queue: Queue) -> None:
+    job = queue.add({"prompt": "long", "max_tokens": 200})
+    for _ in range(4):
+        with inside(queue, FakeEngine(step_seconds=0.01), lease_seconds=str(LEASE), drain_seconds="0"):
+            eventually(lambda: queue.client.hget(queue.keys.job(job), "state") == b"running")
+    assert queue.client.hmget(queue.keys.job(job), "attempt", "tries", "deaths") == [b"4", b"0", b"0"]
+    with inside(queue, lease_seconds=str(LEASE)):
+        assert queue.check_ending(job)["status"] == "succeeded"

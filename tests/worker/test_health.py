@@ -1,0 +1,197 @@
+"""The HTTP port: what lives, what is ready, and that the numbers add up to what happened."""
+
+from __future__ import annotations
+
+import http.client
+import math
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.outputs import EngineStats
+from producer.protocol.errors import ErrorCode
+from producer.protocol.result import Status
+from producer.protocol.scripts import Scripts
+from tests.support import eventually
+from tests.worker.fakes import FakeEngine
+from tests.worker.harness import Inside, Queue, inside
+from worker.exits import Exit
+from worker.health import Health
+from worker.telemetry import Tally, Telemetry
+from worker.threads import Fatal
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection.request("GET", path)
+    response = connection.getresponse()
+    return response.status, response.read().decode()
+
+
+def numbers(text: str) -> dict[str, float]:
+    """`name{label="value"}` → value."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()))
+            found[sample.name.removeprefix("tokenmill_") + (f"{{{labels}}}" if labels else "")] = sample.value
+    return found
+
+
+def scrape(worker: Inside) -> dict[str, float]:
+    assert worker.worker.health is not None
+    status, text = get(worker.worker.health.port, "/metrics")
+    assert status == 200
+    return numbers(text)
+
+
+@contextmanager
+def port_of(not_ready: str | None, telemetry: Telemetry) -> Iterator[int]:
+    health = Health(0, lambda: not_ready, telemetry.text)
+    yield health.port
+    health.close()
+
+
+def test_every_series_exists_at_zero_and_has_no_label_of_a_jobs_making() -> None:
+    seen = numbers(Telemetry().text().decode())
+    for status in Status:
+        assert seen[f'jobs_ended_total{{status="{status}"}}'] == 0
+    for code in ErrorCode:
+        assert seen[f'job_errors_total{{code="{code}"}}'] == 0
+    for name in ("leases_lost", "takeovers", "generation_tokens", "prompt_tokens", "prefix_cache_hits", "retries"):
+        assert seen[f"{name}_total"] == 0
+    for kind in ("swap", "recompute"):
+        assert seen[f'num_preemptions_total{{kind="{kind}"}}'] == 0
+    for name in ("step_seconds", "inter_token_latency_seconds", "cancel_latency_seconds"):
+        assert seen[f"{name}_count"] == 0
+    assert math.isnan(seen['queue_depth{lane="high"}'])
+    labels = {
+        part.split("=")[0].strip('{"') for name in seen if "{" in name for part in name[name.index("{") :].split(",")
+    }
+    assert labels == {"status", "code", "kind", "lane", "le", "state", "doing"}
+
+
+def test_gauges_are_computed_when_asked() -> None:
+    telemetry = Telemetry()
+    stats = EngineStats(running=3, total_blocks=10, free_blocks=4, cached_blocks=1)
+    telemetry.live.engine = lambda: stats
+    assert numbers(telemetry.text().decode())["num_requests_running"] == 3
+    stats = EngineStats(total_blocks=10, free_blocks=10)
+    seen = numbers(telemetry.text().decode())
+    assert (seen["num_requests_running"], seen['kv_blocks{state="used"}'], seen["kv_cache_usage_perc"]) == (0, 0, 0)
+
+
+def test_a_tally_is_a_histogram() -> None:
+    tally = Tally((0.1, 1.0))
+    for value in (0.05, 0.1, 0.5, 7.0):
+        tally.add(value)
+    samples = {s.labels.get("le", s.name): s.value for s in tally.family("x", "x").samples}
+    assert (samples["0.1"], samples["1.0"], samples["+Inf"], samples["x_count"]) == (2, 3, 4, 4)
+    assert samples["x_sum"] == pytest.approx(7.65)
+
+
+def test_an_observation_costs_less_than_a_token_may() -> None:
+    tally = Tally((0.001, 0.01, 0.1, 1.0, 10.0))
+    began = time.perf_counter()
+    for _ in range(20_000):
+        tally.add(0.05)
+    assert (time.perf_counter() - began) / 20_000 < 4e-6
+
+
+def test_probes_answer_whatever_happens() -> None:
+    telemetry = Telemetry()
+    with port_of("draining", telemetry) as port:
+        assert get(port, "/healthz") == (200, "ok\n")
+        assert get(port, "/readyz") == (503, "draining\n")
+        assert get(port, "/nothing")[0] == 404
+        telemetry.live.backlog = lambda: 1 // 0
+        assert get(port, "/metrics")[0] == 500
+        telemetry.live.backlog = lambda: 0
+        with socket.create_connection(("127.0.0.1", port)):  # says nothing, and keeps nobody waiting
+            assert get(port, "/metrics")[0] == 200
+
+
+def test_a_taken_port_is_told_as_a_wrong_option() -> None:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        with pytest.raises(Fatal, match="--http-port") as error:
+            Health(listener.getsockname()[1], lambda: None, lambda: b"")
+    assert error.value.status is Exit.USAGE
+
+
+def test_the_numbers_add_up_to_what_happened(queue: Queue) -> None:
+    with inside(queue, FakeEngine(step_seconds=0.002), http_port="0", cancel_poll_ms="5") as worker:
+        assert worker.worker.health is not None
+        port = worker.worker.health.port
+        eventually(lambda: get(port, "/readyz")[0] == 200)
+        jobs = [queue.add({"prompt": f"{i}", "max_tokens": 5}) for i in range(6)]
+        broken = queue.add({"prompt": "x", "temperature": "hot"})
+        cancelled = queue.add({"prompt": "long", "max_tokens": 250})
+        eventually(lambda: any(f["type"] == "token" for _, f in queue.events(cancelled)))
+        queue.cancel(cancelled)
+        ended = [queue.check_ending(job) for job in (*jobs, broken, cancelled)]
+        worker.at_rest()
+        seen = scrape(worker)
+        assert sum(seen[f'jobs_ended_total{{status="{status}"}}'] for status in Status) == len(ended)
+        assert seen['jobs_ended_total{status="succeeded"}'] == 6
+        assert seen['job_errors_total{code="invalid_request"}'] == 1
+        assert seen["generation_tokens_total"] == sum(r["usage"]["completion_tokens"] or 0 for r in ended)
+        assert seen["prompt_tokens_total"] == sum(len(p) for p in ["0"] * 6 + ["long"])
+        assert (seen["cancel_latency_seconds_count"], seen["time_to_first_token_seconds_count"]) == (1, 7)
+        assert seen["request_queue_time_seconds_count"] == 7
+        assert seen["step_seconds_count"] == worker.engine.steps
+        assert (seen["jobs_held"], seen["publish_backlog"], seen["num_requests_running"]) == (0, 0, 0)
+        eventually(lambda: scrape(worker)['queue_depth{lane="normal"}'] == 0)
+
+
+def test_a_worker_without_redis_is_not_ready_and_says_so(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    import redis
+
+    away = False
+    real = redis.Redis.execute_command
+
+    def execute(self: redis.Redis, *args: object, **options: object) -> object:
+        if away:
+            raise redis.ConnectionError("away")
+        return real(self, *args, **options)
+
+    with inside(queue, http_port="0", lease_seconds="1") as worker:
+        assert worker.worker.health is not None
+        port = worker.worker.health.port
+        eventually(lambda: get(port, "/readyz")[0] == 200)
+        monkeypatch.setattr(redis.Redis, "execute_command", execute)
+        away = True
+        eventually(lambda: get(port, "/readyz") == (503, "Redis does not answer\n"))
+        assert get(port, "/healthz")[0] == 200
+        seen = scrape(worker)
+        assert seen["redis_up"] == 0
+        assert seen['redis_errors_total{doing="read"}'] > 0
+        away = False
+        eventually(lambda: get(port, "/readyz")[0] == 200)
+
+
+def test_a_hanging_engine_is_not_ready(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.service.ENGINE_READY_SECONDS", 0.3)
+    monkeypatch.setattr("worker.loop.TICK_SECONDS", 0.1)
+    with inside(queue, FakeEngine(step_seconds=1.0), http_port="0") as worker:
+        assert worker.worker.health is not None
+        port = worker.worker.health.port
+        eventually(lambda: get(port, "/readyz")[0] == 200)
+        queue.add({"prompt": "x", "max_tokens": 1})
+        eventually(lambda: get(port, "/readyz") == (503, "the engine makes no progress\n"))
+        eventually(lambda: get(port, "/readyz")[0] == 200)
+
+
+def test_what_is_taken_over_is_counted(queue: Queue) -> None:
+    scripts = Scripts(queue.client, queue.keys, "dead")
+    scripts.ensure_groups()
+    job = queue.add({"prompt": "x", "max_tokens": 1})
+    assert len(scripts.read(1) or ()) == 1
+    with inside(queue, http_port="0", lease_seconds="0.5") as worker:
+        assert queue.check_ending(job)["status"] == "succeeded"
+        assert scrape(worker)["takeovers_total"] == 1

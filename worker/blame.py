@@ -1,0 +1,174 @@
+"""Which job kills its workers: the suspects run one at a time, with no other job started.
+
+A job that was running at two deaths of its workers is a suspect; so are the innocents that ran beside it. Alone, the
+guilty one takes nobody with it and is given up after its last attempt; an innocent gets past the place where its last
+run ended, and is cleared.
+
+    ordinary jobs run ──► a suspect waits, nothing new starts ──► it is alone ──► ended or cleared
+            ▲                 at most one lease: then what runs is handed back          │
+            └───────────── at least as long, if there are ordinary jobs ◄───────────────┘
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from producer.protocol.scripts import Delivery, Ref, Scripts
+from worker.held import Held, Job, Phase
+
+log = structlog.get_logger()
+
+DEATHS = 2
+"""Deaths, not cleared since, that make a suspect: one crash makes nobody run alone."""
+MARGIN = 64
+"""Tokens by which a suspect must pass the progress of its last run; some of that was perhaps never published."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """The one suspect that a worker holds."""
+
+    lane: str
+    entry: str
+    mark: float
+    """Tokens after which it is cleared."""
+    since: float
+    """`time.monotonic()` from which on ordinary jobs make way."""
+    job: Job | None = None
+
+
+class Quarantine:
+    """The intake puts a suspect in, the gate asks who may start, the keeper moves things on."""
+
+    def __init__(self, scripts: Scripts, held: Held, lease_seconds: float) -> None:
+        self._scripts = scripts
+        self._held = held
+        self._lease = lease_seconds
+        self._lock = threading.Lock()
+        self._place: _Place | None = None
+        self._ordinary_until = 0.0
+        self._clearing = False
+        self.turned_away = False
+        """Whether suspects were handed back because the place was taken."""
+
+    # ── the intake's thread ───────────────────────────────────────────────────────────────────────────────────────
+
+    def sift(self, deliveries: list[Delivery]) -> list[Delivery]:
+        """Of entries just taken over, the ordinary ones and one suspect if the place is free; others are handed back.
+
+        Raises:
+            redis.RedisError: nothing is lost, the entries are found again.
+        """
+        pipe = self._scripts.client.pipeline(transaction=False)
+        for delivery in deliveries:
+            job_id = delivery.fields.get(b"id", b"").decode("utf-8", "replace")
+            pipe.hmget(
+                self._scripts.keys.job(job_id), ["state", "worker", "deaths", "cleared", "lane", "entry", "fence"]
+            )
+        return [one for one, known in zip(deliveries, pipe.execute(), strict=True) if self._keep(one, known)]
+
+    def _keep(self, delivery: Delivery, known: Any) -> bool:
+        state, worker, deaths, cleared, lane, entry, fence = known
+        if lane != delivery.lane.encode() or entry != delivery.entry.encode():
+            return True
+        died = state == b"running" and worker != self._scripts.consumer.encode()
+        if int(deaths or 0) + died - int(cleared or 0) < DEATHS:
+            return True
+        job_id = delivery.fields[b"id"].decode()
+        if self.taken:
+            self.turned_away = True
+            # Not politely: that would wipe out the death that made it a suspect.
+            ref = Ref(delivery.lane, delivery.entry, job_id)
+            self._scripts.yield_(ref, idle_ms=round(self._lease * 1000), polite=False)
+            return False
+        mark = float("inf") if delivery.fields.get(b"stream") == b"0" else self._progress(job_id, fence) + MARGIN
+        with self._lock:
+            since = max(time.monotonic(), self._ordinary_until)
+            self._place = _Place(delivery.lane, delivery.entry, mark, since)
+        return True
+
+    def _progress(self, job_id: str, fence: bytes | None) -> int:
+        """Tokens that the job's last run published."""
+        if fence is None:
+            return 0
+        events: Any = self._scripts.client.xrange(
+            self._scripts.keys.out(job_id), f"{int(fence)}-1", f"{int(fence)}-{(1 << 64) - 1}"
+        )
+        return sum(int(fields.get(b"tokens", 0)) for _, fields in events)
+
+    def enter(self, job: Job) -> None:
+        """A job was made of an entry: if that is the suspect, it has its place."""
+        with self._lock:
+            place = self._place
+            if place is not None and place.job is None and (place.lane, place.entry) == (job.lane, job.entry):
+                place.job, job.suspect = job, True
+                log.warning("suspect_held", id=job.id, lane=job.lane, entry=job.entry, clear_after_tokens=place.mark)
+
+    @property
+    def taken(self) -> bool:
+        """Whether a suspect is held that is neither ended nor cleared."""
+        with self._lock:
+            return self._now() is not None
+
+    # ── the engine's thread ───────────────────────────────────────────────────────────────────────────────────────
+
+    def admits(self, job: Job) -> bool:
+        """Whether this job may be started now."""
+        with self._lock:
+            place, now = self._now(), time.monotonic()
+            if place is None or place.job is None:
+                return True
+            if place.job is not job:
+                return place.job.phase is Phase.WAITING and now < place.since
+            others = [other for other in self._held.all() if other is not job]
+            if self._clearing or any(other.phase is Phase.STARTED for other in others):
+                return False
+            return now >= place.since or not others
+
+    # ── the keeper's thread ───────────────────────────────────────────────────────────────────────────────────────
+
+    def tick(self, hand_back: Callable[[Callable[[Job], bool]], None]) -> None:
+        """Clear the suspect that has passed its mark; make way for one that has waited a lease.
+
+        `hand_back` gives held jobs back to the queue, politely.
+        """
+        with self._lock:
+            place = self._now()
+        if place is None or place.job is None:
+            return
+        job = place.job
+        if job.phase is Phase.STARTED:
+            if job.tokens >= place.mark:
+                self._clear(job)
+        elif time.monotonic() - place.since >= self._lease:
+            self._clearing = True
+            try:
+                hand_back(lambda other: other is not job and other.phase is Phase.STARTED)
+            finally:
+                self._clearing = False
+
+    def _clear(self, job: Job) -> None:
+        self._scripts.clear(job.ref, job.fence)
+        job.suspect = False
+        log.info("suspect_cleared", id=job.id, tokens=job.tokens)
+        with self._lock:
+            self._leave()
+
+    # ── under the lock ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _now(self) -> _Place | None:
+        if self._place is not None and self._place.job is not None and not self._held.owns(self._place.job):
+            self._leave()
+        return self._place
+
+    def _leave(self) -> None:
+        if self._place is not None:
+            now = time.monotonic()
+            self._ordinary_until = now + max(self._lease, now - self._place.since)
+            self._place = None

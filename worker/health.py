@@ -1,0 +1,86 @@
+"""The HTTP port of a worker: `/healthz`, `/readyz`, `/metrics`. Off unless `--http-port` is given."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import structlog
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from worker.exits import Exit
+from worker.threads import Fatal
+
+log = structlog.get_logger()
+
+IDLE_SECONDS = 5.0
+"""How long a connection may be silent."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        log.debug("probe_went_away", exc_info=True)
+
+
+class Health:
+    """A server on a thread of its own; a failing probe is an answer, never an exception in the worker."""
+
+    def __init__(self, port: int, not_ready: Callable[[], str | None], metrics: Callable[[], bytes]) -> None:
+        """`not_ready`: why no work can be done now, None where it can. Port 0 takes a free one.
+
+        Raises:
+            Fatal: the port is taken.
+        """
+        self._not_ready = not_ready
+        self._metrics = metrics
+        try:
+            self._server = _Server(("", port), self._handler())
+        except OSError as error:
+            raise Fatal(Exit.USAGE, f"--http-port: cannot listen on {port}: {error}") from error
+        self.port: int = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, args=(0.1,), name="health", daemon=True).start()
+        log.info("http_listening", port=self.port)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def answer(self, path: str) -> tuple[int, str, bytes]:
+        """Status, content type and body of a GET."""
+        match path.partition("?")[0]:
+            case "/healthz":
+                return 200, "text/plain", b"ok\n"
+            case "/readyz":
+                reason = self._not_ready()
+                return (
+                    (200, "text/plain", b"ready\n") if reason is None else (503, "text/plain", f"{reason}\n".encode())
+                )
+            case "/metrics":
+                return 200, CONTENT_TYPE_LATEST, self._metrics()
+        return 404, "text/plain", b"there are /healthz, /readyz and /metrics\n"
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        health = self
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = IDLE_SECONDS
+
+            def do_GET(self) -> None:
+                try:
+                    status, kind, body = health.answer(self.path)
+                except Exception as error:  # a probe is answered whatever breaks behind it
+                    log.exception("probe_failed", path=self.path[:80])
+                    status, kind, body = 500, "text/plain", f"{type(error).__name__}\n".encode()
+                self.send_response(status)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Probes are not worth a line."""
+
+        return Handler
