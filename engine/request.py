@@ -33,7 +33,7 @@ class PromptTooLong(RequestError):
 class SamplingParams:
     """How to choose tokens and when to stop. Ranges are checked where requests come in, not here.
 
-    Order of application: logit_bias, penalties, `min_tokens` ban, temperature, top_k, top_p, min_p.
+    Order of application: logit_bias, penalties, the grammar, `min_tokens` ban, temperature, top_k, top_p, min_p.
     """
 
     max_tokens: int

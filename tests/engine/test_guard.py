@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ from engine.models.chat import Tokenizer
 from engine.structured import MAX_SPEC_BYTES, Grammar, GrammarCompiler, GrammarError
 from tests.engine.grammars import tokenizer as letter_tokenizer
 from tests.models import tiny
+from tests.support import eventually
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +165,25 @@ def test_a_child_that_cannot_start_blames_no_grammar() -> None:
     with pytest.raises(GuardFailed):
         guard.problem("start: /a/")
     assert guard._child is None
+
+
+_PARENT = """
+import sys
+from engine.guard import Guard
+guard = Guard(open(sys.argv[1]).read(), 320, [2])
+guard.problem("start: /a/")
+print(guard._child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_child_dies_with_its_parent(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text(Tokenizer(tiny.tokenizer())._backend.to_str())
+    command = [sys.executable, "-c", _PARENT, str(file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = Path(f"/proc/{int(parent.stdout.readline())}/stat")
+        assert child.exists()
+        parent.send_signal(signal.SIGKILL)
+    eventually(lambda: not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z")
