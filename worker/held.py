@@ -187,12 +187,15 @@ class Job:
 
     def confirm(self, below: int | None = None) -> None:
         """Redis has all chunks that were numbered, or those under `below`."""
-        sent = [c for c in self.chunks if c.n is not None and (below is None or c.n < below)]
+        if below is None and self.chunks and self.chunks[-1].n is not None:
+            sent, self.chunks = self.chunks, []
+        else:
+            sent = [c for c in self.chunks if c.n is not None and (below is None or c.n < below)]
+            self.chunks = self.chunks[len(sent) :]
         for chunk in sent:
             whole = self.published.setdefault(chunk.index, chunk)
             if whole is not chunk:
                 whole.join(chunk)
-        self.chunks = self.chunks[len(sent) :]
 
     def begin_again(self, fence: int, attempt: int) -> None:
         """Under a new fence, all text is still to be written."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 
 from worker.exits import Exit
@@ -18,6 +19,17 @@ class Loaded:
     engine: EngineLike
     model: ModelLike
     translator: Translator
+
+
+def settle_heap() -> None:
+    """Take what is loaded out of the garbage collector's sight, and have it look less often.
+
+    A step makes thousands of small objects that die by themselves; with the defaults the collector walked through them,
+    and now and then through all of torch, for a third of what publishing a token costs.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def load(settings: Settings) -> Loaded:

@@ -39,7 +39,7 @@ from worker.held import Held, Job, Phase
 from worker.intake import Intake
 from worker.lease import Keeper
 from worker.link import Contact, RedisClock, passing
-from worker.loading import Loaded, load
+from worker.loading import Loaded, load, settle_heap
 from worker.logprobs import LogprobsWriter
 from worker.loop import Drop, EngineLoop
 from worker.publisher import Publisher
@@ -409,7 +409,13 @@ def _version() -> str:
 def main(settings: Settings, loader: Callable[[Settings], Loaded] = load) -> int:
     """Run a worker as this process; signals are caught before anything slow begins. Returns the exit status."""
     logs.configure(settings.log_format, settings.log_level)
-    worker = Worker(settings, loader)
+
+    def load_and_settle(settings: Settings) -> Loaded:
+        loaded = loader(settings)
+        settle_heap()
+        return loaded
+
+    worker = Worker(settings, load_and_settle)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         worker.mailbox.put(Signal(number))

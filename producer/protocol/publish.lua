@@ -1,6 +1,7 @@
 -- Append the token events of one engine step.
 -- KEYS one output stream a job
--- ARGV seven an event: key-number id index text tokens token-ids logprobs ('' = none)
+-- ARGV number of events, then five an event: key-number id index text tokens; then, where any event has such, two an
+--      event: token-ids logprobs ('' = none)
 -- -> what was refused, flat: event-number why last-id …; why GONE | SMALL | another error's text.
 -- After a refusal that is not a repeat, the later events of that stream are refused too, so that no gap can arise.
 local refused, barred = {}, {}
@@ -10,13 +11,16 @@ local function refuse(number, why, last)
   refused[#refused + 1] = last
 end
 
-for at = 1, #ARGV, 7 do
-  local number, out = (at - 1) / 7, KEYS[tonumber(ARGV[at])]
+local count = tonumber(ARGV[1])
+local more = 2 + 5 * count
+for number = 0, count - 1 do
+  local at = 2 + 5 * number
+  local out = KEYS[tonumber(ARGV[at])]
   if barred[out] then
     refuse(number, barred[out][1], barred[out][2])
   else
     local id, reply = ARGV[at + 1], nil
-    local ids, logprobs = ARGV[at + 5], ARGV[at + 6]
+    local ids, logprobs = ARGV[more + 2 * number] or '', ARGV[more + 2 * number + 1] or ''
     if ids == '' and logprobs == '' then
       reply = redis.pcall('XADD', out, 'NOMKSTREAM', id, 'type', 'token', 'index', ARGV[at + 2], 'text', ARGV[at + 3],
         'tokens', ARGV[at + 4])

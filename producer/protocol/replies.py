@@ -125,12 +125,15 @@ class Refused(NamedTuple):
 class TokenBatch:
     """The token events of one engine step, over all sequences, flat as the script wants them."""
 
-    __slots__ = ("_at", "args", "keys", "owners")
+    __slots__ = ("_at", "_extra", "_plain", "_rich", "keys", "owners")
 
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
-        self.args: list[Any] = []
-        self.owners: list[tuple[str, int]] = []
+        self.owners: list[tuple[str, int, int]] = []
+        """Of each event: job, fence, n."""
+        self._plain: list[Any] = []
+        self._extra: list[Any] = []
+        self._rich = False
         self._at: dict[str, int] = {}
 
     def add(
@@ -146,11 +149,18 @@ class TokenBatch:
     ) -> None:
         """Append event `<fence>-<n>` of a job; `n` counts up without gaps over all its choices."""
         at = self._at.setdefault(job_id, len(self._at) + 1)
-        self.args += (at, f"{fence}-{n}", index, text, tokens, token_ids, logprobs)
-        self.owners.append((job_id, n))
+        self._plain += (at, f"{fence}-{n}", index, text, tokens)
+        self._extra += (token_ids, logprobs)
+        self._rich = self._rich or bool(token_ids or logprobs)
+        self.owners.append((job_id, fence, n))
 
     def __len__(self) -> int:
         return len(self.owners)
+
+    @property
+    def args(self) -> list[Any]:
+        """The script's arguments; most batches have neither ids nor log-probabilities, and their arguments cost."""
+        return [len(self.owners), *self._plain, *(self._extra if self._rich else ())]
 
     @property
     def streams(self) -> list[str]:

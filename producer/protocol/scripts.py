@@ -191,8 +191,7 @@ class Scripts:
         reply = self._runner.run("publish", batch.streams, batch.args)
         refused = []
         for number, why, last in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
-            fence = int(batch.args[number * 7 + 1].partition("-")[0])
-            job_id, n = batch.owners[number]
+            job_id, fence, n = batch.owners[number]
             refused.append(classify(job_id, fence, n, why.decode("utf-8", "replace"), last.decode()))
         return refused
 
