@@ -5,6 +5,8 @@ VENV   ?= .venv
 # Where torch comes from, for example a URL of CPU-only wheels. Empty: wherever pip takes its packages from.
 TORCH_INDEX ?=
 WORKLOAD ?= mixed
+SEED ?= 1
+MINUTES ?= 5
 ARGS ?=
 
 BIN   := $(VENV)/bin
@@ -15,7 +17,7 @@ PIP   := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c con
 PYTEST := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-all lint format bench clean
+.PHONY: help install demo test test-fast test-all chaos lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +45,9 @@ test-fast: $(STAMP) ## the test suite without lint; ARGS go to pytest
 
 test-all: lint ## lint and every test, the slow ones too
 	$(PYTEST) $(ARGS)
+
+chaos: $(STAMP) ## kills, pauses, restarts and cuts for a while, then every promise is checked; SEED=1 MINUTES=5
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --seed $(SEED) --minutes $(MINUTES)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from worker.exits import Exit
 from worker.settings import Settings, option, variable
+from worker.telemetry import Telemetry
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(p for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")])
@@ -68,3 +69,22 @@ def test_no_document_names_a_private_path() -> None:
         assert not re.search(r"(?<![\w.])/(work|home|root)/", page.read_text()), (
             f"{page.name} names a path of one machine"
         )
+
+
+def test_every_metric_is_documented_with_its_labels() -> None:
+    for family in Telemetry().registry.collect():
+        labels = sorted({key for sample in family.samples for key in sample.labels if key != "le"})
+        name = family.name + ("_total" if family.type == "counter" else "")
+        row = f"| `{name}` | {family.type} | {', '.join(f'`{label}`' for label in labels)} |"
+        assert row in OPERATIONS, f"docs/operations.md lacks {row}"
+
+
+def test_every_failure_names_tests_that_exist_or_its_limit() -> None:
+    section = OPERATIONS.partition("## Failures, one by one")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\d+) \|(.+)\|$", section, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 48))
+    written = {name for path in ROOT.glob("tests/**/*.py") for name in re.findall(r"def (test_\w+)", path.read_text())}
+    for number, text in rows:
+        named = re.findall(r"`(test_\w+)`", text)
+        assert named or "Limit:" in text, f"row {number} shows nothing"
+        assert set(named) <= written, f"row {number} names {set(named) - written}"

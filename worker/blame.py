@@ -59,6 +59,13 @@ class Quarantine:
 
     # ── the intake's thread ───────────────────────────────────────────────────────────────────────────────────────
 
+    def begin(self) -> None:
+        """A sweep begins: what the last one found was taken up, or was lost on the way."""
+        self.turned_away = False
+        with self._lock:
+            if self._place is not None and self._place.job is None:
+                self._place = None
+
     def sift(self, deliveries: list[Delivery]) -> list[Delivery]:
         """Of entries just taken over, the ordinary ones and one suspect if the place is free; others are handed back.
 
@@ -71,7 +78,12 @@ class Quarantine:
             pipe.hmget(
                 self._scripts.keys.job(job_id), ["state", "worker", "deaths", "cleared", "lane", "entry", "fence"]
             )
-        return [one for one, known in zip(deliveries, pipe.execute(), strict=True) if self._keep(one, known)]
+        replies = pipe.execute(raise_on_error=False)  # a job hash of another type is START's to complain of
+        return [
+            one
+            for one, known in zip(deliveries, replies, strict=True)
+            if not isinstance(known, list) or self._keep(one, known)
+        ]
 
     def _keep(self, delivery: Delivery, known: Any) -> bool:
         state, worker, deaths, cleared, lane, entry, fence = known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -10,12 +11,32 @@ import structlog
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from worker.exits import Exit
+from worker.link import Contact
+from worker.loop import EngineLoop
 from worker.threads import Fatal
 
 log = structlog.get_logger()
 
+REDIS_READY_SECONDS = 5.0
+"""A worker that has not heard from Redis for so long is not ready."""
+ENGINE_READY_SECONDS = 30.0
+"""Nor is one whose engine has been in one step for so long."""
 IDLE_SECONDS = 5.0
 """How long a connection may be silent."""
+
+
+def not_ready(loop: EngineLoop | None, contact: Contact, draining: bool, stall_seconds: float) -> str | None:
+    """Why a worker can do no work now, None where it can. No loop: the model is not loaded."""
+    now = time.monotonic()
+    if loop is None:
+        return "the model is being loaded"
+    if draining:
+        return "draining"
+    if not contact.up or now - contact.last_ok > REDIS_READY_SECONDS:
+        return "Redis does not answer"
+    if now - max(loop.ticked_at, loop.step_since or 0.0) > min(ENGINE_READY_SECONDS, stall_seconds):
+        return "the engine makes no progress"
+    return None
 
 
 class _Server(ThreadingHTTPServer):

@@ -200,7 +200,6 @@ class Intake:
     def _translate(self, job: Job, delivery: Delivery) -> Request:
         entry = parse_entry(delivery.fields)
         job.ttl_ms = entry.ttl_ms
-        job.callback = entry.callback
         if entry.max_attempts is not None:
             job.max_attempts = min(entry.max_attempts, self._settings.max_attempts)
             job.strict = True
@@ -220,7 +219,6 @@ class Intake:
         try:
             return work()
         except JobError as error:
-            job.callback = None
             self._loop.give(Answer.of(job.handle, error))
         except BaseException as error:  # a panic of the Rust tokenizer is no Exception; it must not end the worker
             log.exception("job_unreadable", id=job.id)

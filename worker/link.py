@@ -13,6 +13,9 @@ from producer.protocol.connection import REDIS_DOWN
 
 log = structlog.get_logger()
 
+REPEAT_SECONDS = 30.0
+"""How often a new outage is worth a line."""
+
 _PASSING = (*REDIS_DOWN, ClusterDownError, MasterDownError, OutOfMemoryError, TryAgainError)
 _WORDS = ("OOM", "LOADING", "BUSY", "MISCONF", "READONLY", "NOREPLICAS", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN")
 
@@ -64,23 +67,27 @@ class Contact:
         """Failures, by what for; each kind is counted by one thread."""
         self._since: float | None = None
         self._lost_at: float | None = None
+        self._told_at: float | None = None
+        self._told = False
 
     def ok(self) -> None:
         """Redis answered."""
         self.last_ok = time.monotonic()
         if self._since is None:
             self._since = time.monotonic()
-            if self._lost_at is not None:
+            if self._told and self._lost_at is not None:
                 log.info("redis_back", after_seconds=round(self._since - self._lost_at, 1))
 
     def failed(self, doing: str, error: Exception) -> None:
         """Redis could not do something now."""
         self.errors[doing] += 1
+        told = False
         if self._since is not None or self._lost_at is None:
-            self._lost_at = time.monotonic()
-            log.warning("redis_unreachable", doing=doing, error=str(error))
-        else:
-            log.debug("redis_unreachable", doing=doing, error=str(error))
+            self._lost_at = now = time.monotonic()
+            # A full Redis does some things and not others: that is one piece of news, not one a second.
+            told = self._told = self._told_at is None or now - self._told_at >= REPEAT_SECONDS
+            self._told_at = now if told else self._told_at
+        (log.warning if told else log.debug)("redis_unreachable", doing=doing, error=str(error))
         self._since = None
 
     @property

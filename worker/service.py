@@ -34,7 +34,7 @@ from worker.blame import Quarantine
 from worker.cancellation import Canceller
 from worker.exits import Exit
 from worker.gate import Gate
-from worker.health import Health
+from worker.health import Health, not_ready
 from worker.held import Held, Job, Phase
 from worker.intake import Intake
 from worker.lease import Keeper
@@ -51,10 +51,6 @@ from worker.threads import Fatal, Mailbox, Ready, Signal, Stop, spawn
 
 log = structlog.get_logger()
 
-REDIS_READY_SECONDS = 5.0
-"""A worker that has not heard from Redis for so long is not ready."""
-ENGINE_READY_SECONDS = 30.0
-"""Nor is one whose engine has been in one step for so long."""
 RETRY_BACKOFF_SECONDS = 1.0
 """Before a job that failed in the engine is started again, times its attempts."""
 
@@ -216,17 +212,8 @@ class Worker:
             self.health = Health(self.settings.http_port, self._not_ready, self.telemetry.text)
 
     def _not_ready(self) -> str | None:
-        """Why no work can be done now."""
-        loop, now = self._loop, time.monotonic()
-        if loop is None:
-            return "the model is being loaded"
-        if self._stop_intake.is_set():
-            return "draining"
-        if not self._contact.up or now - self._contact.last_ok > REDIS_READY_SECONDS:
-            return "Redis does not answer"
-        if now - max(loop.ticked_at, loop.step_since or 0.0) > min(ENGINE_READY_SECONDS, self.settings.stall_seconds):
-            return "the engine makes no progress"
-        return None
+        draining = self._stop_intake.is_set()
+        return not_ready(self._loop, self._contact, draining, self.settings.stall_seconds)
 
     # ── parts ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

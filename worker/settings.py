@@ -117,6 +117,9 @@ class Settings(BaseModel):
         default=64, ge=1, description="Jobs held that have not started yet; no more are read from the queue."
     )
     max_body_bytes: Size = Field(default=1 << 20, ge=1, description="Longest body of a job; a longer one is refused.")
+    callback_hosts: Names = Field(
+        default=(), description="Hosts that a job's `callback` may name, comma-separated. Default: none."
+    )
     max_attempts: int = Field(default=3, ge=1, description="Starts of a job before it is given up.")
     burst: bool = Field(default=False, description="Exit when the queue is empty.")
 

@@ -50,7 +50,7 @@ class Sweeper:
             self._due = 0.0
         if time.monotonic() < self._due or self._contact.lasted() < self._lease_seconds:
             return []
-        self._quarantine.turned_away = False
+        self._quarantine.begin()
         found: list[Delivery] = []
         for lane in LANES:
             found += self._claim(lane, room - len(found))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 from engine.request import GrammarError, InvalidRequest, PromptTooLong, Request, SamplingParams
 from producer.protocol.body import Body, parse_body
@@ -85,7 +86,8 @@ class Translator:
             JobError: with the code for the job's sender.
         """
         if entry.callback is not None:
-            raise JobError(ErrorCode.INVALID_REQUEST, "callback: its host is not on this worker's list")
+            self._check_callback(entry.callback)
+            job.callback = entry.callback
         if deadline is not None and deadline <= time.monotonic():
             raise JobError(ErrorCode.DEADLINE_EXCEEDED, f"ttl_ms: {entry.ttl_ms} ms were over before the job was read")
         body = parse_body(entry.body, self._settings.max_body_bytes)
@@ -110,6 +112,11 @@ class Translator:
         except InvalidRequest as error:
             raise JobError(ErrorCode.INVALID_REQUEST, str(error)) from None
         return request
+
+    def _check_callback(self, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "https" or parts.hostname not in self._settings.callback_hosts:
+            raise JobError(ErrorCode.INVALID_REQUEST, "callback: must be https, to a host on this worker's list")
 
     def _check_supported(self, body: Body) -> None:
         if body.model is not None and body.model not in self.served:

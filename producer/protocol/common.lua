@@ -56,6 +56,13 @@ local function next_fence(job, out)
   return text(1 + math.max(tonumber(redis.call('HGET', job, 'fence') or '0'), (last_id(out))))
 end
 
+-- Books that others may write too (group, quota, callbacks) can be of a wrong type or hold no number. Lua does not roll
+-- back, so that must not stop a script half-way: what cannot be booked is left out.
+local function number_at(key)
+  local value = redis.pcall('GET', key)
+  return type(value) == 'string' and tonumber(value) or 0
+end
+
 -- A new life for the id: nothing of an earlier entry is kept but the fence.
 local function reset(job)
   redis.call('HDEL', job, 'worker', 'attempt', 'deaths', 'group', 'tenant', 'counted', 'nonce', 'start', 'tries', 'alone', 'cleared')
@@ -69,11 +76,11 @@ local function book(f)
   redis.call('HSET', f.job, 'state', 'queued', 'lane', f.lane, 'entry', f.entry, 'counted', '1', 'nonce', f.nonce)
   if f.tenant ~= '' then
     redis.call('HSET', f.job, 'tenant', f.tenant)
-    redis.call('INCR', f.quota)
+    redis.pcall('INCR', f.quota)
   end
   if f.group_name ~= '' then
     redis.call('HSET', f.job, 'group', f.group_name)
-    redis.call('HINCRBY', f.group, 'total', 1)
+    redis.pcall('HINCRBY', f.group, 'total', 1)
     redis.call('PERSIST', f.group)
     redis.call('PERSIST', f.group_out)
   end
@@ -92,7 +99,7 @@ local function finish(f)
 
   local booked = redis.call('HMGET', f.job, 'counted', 'tenant')
   if booked[1] and booked[2] then
-    if tonumber(redis.call('GET', f.quota) or '0') > 0 then redis.call('DECR', f.quota) end
+    if number_at(f.quota) > 0 then redis.pcall('DECR', f.quota) end
   end
   redis.call('HDEL', f.job, 'counted')
   redis.call('HSET', f.job, 'state', f.status, 'lane', f.lane, 'entry', f.entry)
@@ -100,13 +107,13 @@ local function finish(f)
 
   if f.group_name ~= '' then
     -- An entry added without the enqueue script was not in the total yet.
-    if not booked[1] then redis.call('HINCRBY', f.group, 'total', 1) end
-    redis.call('HINCRBY', f.group, f.status, 1)
-    redis.call('XADD', f.group_out, '*', 'id', f.id, 'status', f.status)
+    if not booked[1] then redis.pcall('HINCRBY', f.group, 'total', 1) end
+    redis.pcall('HINCRBY', f.group, f.status, 1)
+    redis.pcall('XADD', f.group_out, '*', 'id', f.id, 'status', f.status)
     redis.call('EXPIRE', f.group, f.result_ttl)
     redis.call('EXPIRE', f.group_out, f.result_ttl)
   end
-  if f.callback ~= '' then redis.call('XADD', f.callbacks, '*', 'id', f.id, 'url', f.callback) end
+  if f.callback ~= '' then redis.pcall('XADD', f.callbacks, '*', 'id', f.id, 'url', f.callback) end
   redis.call('DEL', f.cancel)
 end
 

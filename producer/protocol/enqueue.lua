@@ -20,7 +20,7 @@ local caps = redis.call('HMGET', meta, 'max_depth', 'max_per_tenant')
 local depth = 0
 for i = 1, 3 do depth = depth + redis.call('XLEN', KEYS[i]) end
 if caps[1] and depth >= tonumber(caps[1]) then return { 'FULL', depth } end
-local used = tonumber(redis.call('GET', quota) or '0')
+local used = number_at(quota)
 if caps[2] and tenant ~= '' and used >= tonumber(caps[2]) then return { 'QUOTA', used } end
 
 local fields = {}

@@ -26,8 +26,9 @@ if running and was[4] == consumer and was[8] == ARGV[6] then
 end
 if running and was[4] ~= consumer then deaths = deaths + 1 end
 
-local reason = redis.call('GET', cancel)
-if reason then return { 'CANCELLED', '0', attempt, deaths, now, reason, tries } end
+-- A key of another type is no cancel; the poll does not see it either.
+local reason = redis.pcall('GET', cancel)
+if type(reason) == 'string' then return { 'CANCELLED', '0', attempt, deaths, now, reason, tries } end
 if ARGV[7] ~= '' and tonumber(string.match(entry, '^%d+')) + tonumber(ARGV[7]) <= now then
   return { 'EXPIRED', '0', attempt, deaths, now, '', tries }
 end

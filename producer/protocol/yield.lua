@@ -1,11 +1,12 @@
 -- Hand an entry back: it looks idle for `idle-ms` from now on, so that others take it over once that reaches a lease.
 -- KEYS lane job
 -- ARGV consumer-group entry consumer lane-name idle-ms polite spare
--- -> OK | LOST. Polite: the job goes back to queued, and its next START counts no death. Spare: nor does this start count.
+-- -> OK | LOST. Polite: a job that this consumer started goes back to queued, and its next START counts no death. Spare: nor
+-- does this start count.
 if not owned(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) then return 'LOST' end
 redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[3], 0, ARGV[2], 'IDLE', ARGV[5], 'JUSTID')
-local held = redis.call('HMGET', KEYS[2], 'state', 'lane', 'entry', 'tries')
-if ARGV[6] == '1' and held[1] == 'running' and held[2] == ARGV[4] and held[3] == ARGV[2] then
+local held = redis.call('HMGET', KEYS[2], 'state', 'lane', 'entry', 'tries', 'worker')
+if ARGV[6] == '1' and held[1] == 'running' and held[2] == ARGV[4] and held[3] == ARGV[2] and held[5] == ARGV[3] then
   redis.call('HSET', KEYS[2], 'state', 'queued')
   if ARGV[7] == '1' and tonumber(held[4] or '0') > 0 then redis.call('HINCRBY', KEYS[2], 'tries', -1) end
 end

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import pytest
 
 from engine.guard import Guard, GuardFailed
@@ -149,15 +150,17 @@ def test_a_child_that_was_killed_is_replaced() -> None:
 
 
 def test_what_takes_too_long_is_refused_and_many_threads_may_ask() -> None:
-    guard = _guard(seconds=0.0)
+    guard = _guard(seconds=0.05)
+    wide = {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}
+    source = llguidance.LLMatcher.grammar_from_json_schema(wide)
     found: list[str | None] = []
-    threads = [threading.Thread(target=lambda: found.append(guard.problem("start: /a{1,9}/"))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: found.append(guard.problem(source))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     guard.close()
-    assert [bool(answer and "0 s" in answer) for answer in found] == [True] * 4
+    assert [bool(answer and "0.05 s" in answer) for answer in found] == [True] * 4
 
 
 def test_a_child_that_cannot_start_blames_no_grammar() -> None:

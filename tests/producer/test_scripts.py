@@ -9,9 +9,9 @@ import pytest
 from redis.exceptions import OutOfMemoryError
 
 from producer.protocol.calls import JobExists, QueueFull, QuotaExceeded, enqueue_call, enqueue_reply
-from producer.protocol.errors import ErrorCode
+from producer.protocol.errors import ErrorCode, JobError
 from producer.protocol.events import FinalEvent, StartEvent, TokenEvent
-from producer.protocol.job import Identity, JobEntry
+from producer.protocol.job import Identity, JobEntry, parse_entry
 from producer.protocol.keys import GROUP, Keys
 from producer.protocol.lua import Runner
 from producer.protocol.replies import (
@@ -520,6 +520,45 @@ class TestFinalise:
             assert scripts.finalise(ref, WHO, done(), fence=2, published=0) is Ending.OK
 
 
+class TestSpoiltKeys:
+    """Keys that others may write, with what no script expects: an ending is whole all the same, and nobody dies of it."""
+
+    def spoil(self, queue: Queue, kind: str) -> None:
+        keys, redis = queue.keys, queue.redis
+        if kind == "words":
+            redis.hset(keys.group("g"), mapping={"total": "x", "succeeded": "y"})
+            redis.set(keys.quota("t"), "many")
+        else:
+            for key in (keys.group("g"), keys.group_out("g"), keys.quota("t"), keys.callbacks):
+                redis.sadd(key, "a set")
+
+    @pytest.mark.parametrize("kind", ["words", "types"])
+    @pytest.mark.parametrize("bare", [True, False])
+    def test_an_ending_is_whole_whatever_the_books_hold(self, queue: Queue, kind: str, bare: bool) -> None:
+        self.spoil(queue, kind)
+        scripts = queue.scripts()
+        who = Identity("a", group="g", tenant="t")
+        if bare:
+            ref = queue.deliver(scripts, group="g", tenant="t")
+        else:
+            scripts.enqueue(JobEntry("a", BODY, group="g", tenant="t"))
+            (delivery,) = scripts.read(1) or ()
+            ref = Ref(delivery.lane, delivery.entry, "a")
+        fence = start(scripts, ref, who).fence
+        result = done(job_id="a")
+        ending = scripts.finalise(ref, who, result, fence=fence, published=0, events=[], callback="https://h/x")
+        assert ending is Ending.OK
+        assert queue.depth() == 0
+        assert pending(queue) == 0
+        assert isinstance(queue.events()[-1], FinalEvent)
+        assert queue.redis.ttl(queue.keys.job("a")) > 0
+
+    def test_a_cancel_key_that_is_no_string_cancels_nothing(self, queue: Queue) -> None:
+        scripts = queue.scripts()
+        queue.redis.lpush(queue.keys.cancel("a"), "x")
+        assert start(scripts, queue.deliver(scripts)).status is StartStatus.OK
+
+
 class TestAnswer:
     def test_an_end_without_text_opens_a_new_fence_and_has_no_choices(self, queue: Queue) -> None:
         one, two = queue.scripts("w1"), queue.scripts("w2")
@@ -710,13 +749,31 @@ class TestDelayed:
 
     def test_what_cannot_be_moved_is_a_dead_letter_and_blocks_nobody(self, queue: Queue) -> None:
         scripts = queue.scripts()
-        queue.redis.zadd(queue.keys.delayed, {"empty": 1, "no:id": 2, b"\xff": 3})
-        self.later(queue, "lost", due=4, lane="nowhere")
+        queue.redis.zadd(queue.keys.delayed, {"empty": 1, "no:id": 2, b"\xff": 3, "text": 4})
+        queue.redis.set(queue.keys.delayed_job("text"), "no hash")
         self.later(queue, "good", due=5)
         assert scripts.promote() == 1
         assert not queue.redis.exists(queue.keys.delayed)
         letters = [fields[b"id"] for _, fields in queue.redis.xrange(queue.keys.dead)]
-        assert sorted(letters) == [b"empty", b"lost", b"no:id", b"\xff"]
+        assert sorted(letters) == [b"empty", b"no:id", b"text", b"\xff"]
+
+    def test_what_a_worker_can_refuse_is_moved_so_that_its_sender_gets_an_answer(self, queue: Queue) -> None:
+        scripts = queue.scripts()
+        self.later(queue, "lane", due=1, lane="nowhere")
+        self.later(queue, "many", due=2, **{f"x{i}": "" for i in range(300)})
+        self.later(queue, "odd", due=3, group="a b", tenant="t/u")
+        queue.redis.hset(queue.keys.delayed_job("own"), mapping={"id": "another", "body": BODY})  # type: ignore[arg-type]
+        queue.redis.zadd(queue.keys.delayed, {"own": 4})
+        assert scripts.promote() == 4
+        refused = {}
+        for delivery in scripts.read(5) or ():
+            try:
+                parse_entry(delivery.fields)
+            except JobError as error:
+                refused[delivery.fields[b"id"]] = error.code
+        assert refused == dict.fromkeys((b"lane", b"many", b"odd"), ErrorCode.INVALID_REQUEST)
+        assert not queue.redis.exists(queue.keys.group("a b"), queue.keys.root + "quota:t/u")
+        assert queue.hash(queue.keys.job("own"))["state"] == "queued"
 
 
 def test_cancel_and_finish_in_any_order_leave_one_end_and_no_token_after_it(queue: Queue) -> None:

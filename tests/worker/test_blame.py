@@ -200,6 +200,35 @@ def test_without_events_a_suspect_runs_alone_to_its_end(queue: Queue) -> None:
     assert room.quarantine.taken
 
 
+def test_a_suspect_that_was_lost_on_the_way_keeps_no_place(queue: Queue) -> None:
+    queue.add(BODY)
+    for worker in ("a", "b"):
+        die(queue, worker, 1)
+    room = Room(queue)
+    assert len(room.quarantine.sift(room.delivered())) == 1
+    assert room.quarantine.taken  # reserved, and then its reader met an error
+    room.quarantine.begin()
+    assert not room.quarantine.taken
+
+
+def test_a_job_hash_of_another_type_hurts_no_sweep(queue: Queue) -> None:
+    job = queue.add(BODY)
+    room = Room(queue)
+    Scripts(queue.client, queue.keys, "a").read(1)
+    queue.client.set(queue.keys.job(job), "not a hash")
+    assert len(room.quarantine.sift(room.delivered())) == 1
+
+
+def test_handing_back_what_one_never_started_hides_nobodys_death(queue: Queue) -> None:
+    job = queue.add(BODY)
+    die(queue, "a", 1)
+    room = Room(queue)
+    (delivery,) = room.delivered()
+    assert room.scripts.yield_(Ref(delivery.lane, delivery.entry, job), idle_ms=0, spare=True)
+    die(queue, "b", 1)
+    assert queue.client.hmget(queue.keys.job(job), "deaths", "tries") == [b"1", b"2"]
+
+
 class TestSpent:
     """When a job has had its starts."""
 

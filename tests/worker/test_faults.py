@@ -140,6 +140,8 @@ def test_nothing_is_swept_before_a_lease_of_unbroken_contact(queue: Queue) -> No
     [
         (redis.ConnectionError("gone"), True),
         (redis.TimeoutError("late"), True),
+        (redis.exceptions.BusyLoadingError("Redis is loading the dataset in memory"), True),
+        (redis.exceptions.ReadOnlyError("You can't write against a read only replica."), True),
         (redis.ResponseError("OOM command not allowed when used memory > 'maxmemory'. script: abc"), True),
         (redis.ResponseError("MISCONF Redis is configured to save RDB snapshots"), True),
         (redis.ResponseError("WRONGTYPE Operation against a key"), False),
@@ -181,6 +183,21 @@ def test_an_outage_is_told_once_and_its_end_too() -> None:
         contact.ok()
     told = [entry["event"] for entry in logs if entry["log_level"] != "debug"]
     assert told == ["redis_unreachable", "redis_back"]
+
+
+def test_an_outage_that_comes_and_goes_is_told_twice_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    contact = Contact()
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(20):
+            contact.ok()
+            contact.failed("publish", redis.ResponseError("OOM"))
+        monkeypatch.setattr("worker.link.REPEAT_SECONDS", 0.0)
+        contact.ok()
+        contact.failed("publish", redis.ResponseError("OOM"))
+        contact.ok()
+    told = [entry["event"] for entry in logs if entry["log_level"] != "debug"]
+    assert told == ["redis_unreachable", "redis_back", "redis_unreachable", "redis_back"]
+    assert contact.errors["publish"] == 21
 
 
 def test_a_tokenizer_that_panics_costs_its_job_and_not_the_worker(queue: Queue) -> None:

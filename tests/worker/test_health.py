@@ -176,7 +176,7 @@ def test_a_worker_without_redis_is_not_ready_and_says_so(queue: Queue, monkeypat
 
 
 def test_a_hanging_engine_is_not_ready(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.service.ENGINE_READY_SECONDS", 0.3)
+    monkeypatch.setattr("worker.health.ENGINE_READY_SECONDS", 0.3)
     monkeypatch.setattr("worker.loop.TICK_SECONDS", 0.1)
     with inside(queue, FakeEngine(step_seconds=1.0), http_port="0") as worker:
         assert worker.worker.health is not None
