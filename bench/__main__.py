@@ -13,11 +13,13 @@ from typing import Annotated
 import torch
 import typer
 
+from bench import attention as attention_bench
 from bench import measure, offline, queued
 from bench import pressure as pressure_bench
 from bench import publish as publish_bench
 from bench import scheduler as scheduler_bench
 from bench.workloads import WORKLOADS, Item
+from kernels import native
 from worker.cli import settings_from
 from worker.loading import load
 from worker.loop import EngineLike
@@ -87,6 +89,26 @@ def publish(
 ) -> None:
     """CPU of the worker for a token event through a real Redis, and what the engine's steps feel of it."""
     raise typer.Exit(0 if publish_bench.report(streams, rate, seconds) else 1)
+
+
+@app.command()
+def attention(
+    dtype: Annotated[str, typer.Option(help="bfloat16 | float32")] = "bfloat16",
+    rounds: Annotated[int, typer.Option(min=1, help="Measured runs; their median counts.")] = 3,
+    only: Annotated[str, typer.Option(help="Only cases whose name holds this.")] = "",
+    reference: Annotated[bool, typer.Option(help="Run the reference backend in turn, and give the ratio.")] = True,
+) -> None:
+    """Paged attention by itself, against this machine's bandwidth and peak."""
+    kinds = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    if dtype not in kinds:
+        raise typer.BadParameter(f"--dtype is bfloat16 or float32, not {dtype!r}")
+    print(f"{_machine()}; {native.instruction_set()}; {dtype}")
+    print(attention_bench.HEADER)
+    backends = ("cpu", "reference") if reference else ("cpu",)
+    for case in attention_bench.cases():
+        if only in case.name:
+            found = attention_bench.measure(case, kinds[dtype], backends, rounds)
+            print(attention_bench.line(found, kinds[dtype]), flush=True)
 
 
 def _engine(options: dict[str, str]) -> EngineLike:

@@ -263,7 +263,8 @@ INLINE float* part_of(const Cache& cache, const Attend& job, const Plan& plan, i
 }
 
 template <class M>
-static void attend_item(const Cache& cache, const Attend& job, const Plan& plan, const Item& item, Scratch& mine) {
+static void attend_item(const Cache& cache, const Attend& job, const Plan& plan, const Item& item,
+                        const Item* following, Scratch& mine) {
     typedef typename M::T T;
     typedef typename M::C C;
     const int dim = cache.dim, group = job.heads / cache.kv_heads, rows = item.num_tokens * group;
@@ -290,6 +291,8 @@ static void attend_item(const Cache& cache, const Attend& job, const Plan& plan,
             __builtin_memcpy(strip.page, strip.next, sizeof strip.page);
         if (tile + 1 < item.tile_end)
             find_pages(cache, job, item, tile + 1, last, strip.next);
+        else if (following)
+            find_pages(cache, job, *following, following->tile_begin, plan.positions[following->tokens[0]] + 1, strip.next);
         else
             __builtin_memcpy(strip.next, strip.page, sizeof strip.page);
         for (strip.first = 0; strip.first < rows; strip.first += strip.rows) {
@@ -321,15 +324,15 @@ static void attend_item(const Cache& cache, const Attend& job, const Plan& plan,
     }
 }
 
-static void attend(const Cache& cache, const Batch&, const Attend& job, const Plan& plan, const Item& item) {
+static void attend(const Cache& cache, const Attend& job, const Plan& plan, const Item& item, const Item* following) {
     static thread_local Scratch here;
     Scratch* mine = &here;
     asm volatile("" : "+r"(mine));  // else the compiler looks the address up again in the innermost loops
-    if (!cache.is_bf16) return attend_item<Single>(cache, job, plan, item, *mine);
+    if (!cache.is_bf16) return attend_item<Single>(cache, job, plan, item, following, *mine);
 #if TM_BF16
-    attend_item<Dot>(cache, job, plan, item, *mine);
+    attend_item<Dot>(cache, job, plan, item, following, *mine);
 #else
-    attend_item<Widen>(cache, job, plan, item, *mine);
+    attend_item<Widen>(cache, job, plan, item, following, *mine);
 #endif
 }
 

@@ -109,9 +109,12 @@ class Planner {
         for (const Single& x : singles_) *order++ = x.token;
         groups(0, int(singles_.size()), 0, tokens_.data() + batch.rows);
         // Shared prefixes first: they are the longest.
-        std::stable_partition(items_.begin(), items_.end(), [](const Item& x) { return x.num_tokens > 1; });
+        const auto single =
+            std::stable_partition(items_.begin(), items_.end(), [](const Item& x) { return x.num_tokens > 1; });
         parts_.resize(size_t(parts_used_) * job.heads * (PART_HEADER + cache.dim));
-        plan_ = {items_.data(), int(items_.size()), positions_.data(), part_at_.data(), parts_.data()};
+        // A sequence's KV heads lie side by side in memory: one thread takes them all, if there is enough to do.
+        plan_ = {items_.data(),     int(items_.size()), int(single - items_.begin()), split_tiles_ ? 1 : cache.kv_heads,
+                 positions_.data(), part_at_.data(),    parts_.data()};
     }
 
     int first_tile(int high) const { return window_ > 0 && high > window_ ? (high - window_) / TILE : 0; }
@@ -237,7 +240,14 @@ API int tm_huge_pages(void* begin, int64_t bytes) {
 API void tm_attend(const Cache* cache, const Batch* batch, const Attend* job, int threads) {
     static thread_local Planner planner;
     const Plan& plan = planner.plan(*cache, *batch, *job, threads);
-    each(plan.num_items, 1, threads, [&](int i) { chosen->attend(*cache, *batch, *job, plan, plan.items[i]); });
+    const int units = plan.first_single + ceil_div(plan.num_items - plan.first_single, plan.run);
+    each(units, 1, threads, [&](int unit) {
+        const int past = unit - plan.first_single;
+        const int begin = past < 0 ? unit : plan.first_single + past * plan.run;
+        const int end = past < 0 ? unit + 1 : std::min(begin + plan.run, plan.num_items);
+        for (int i = begin; i < end; i++)
+            chosen->attend(*cache, *job, plan, plan.items[i], i + 1 < plan.num_items ? &plan.items[i + 1] : nullptr);
+    });
     const std::vector<int>& apart = planner.apart();
     each(int(apart.size()), 4, threads, [&](int i) { chosen->reduce(*cache, *batch, *job, plan, apart[i]); });
     const int64_t row_bytes = int64_t(job->heads) * cache->dim * (cache->is_bf16 ? 2 : 4);

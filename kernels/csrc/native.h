@@ -60,6 +60,7 @@ struct Item {
 struct Plan {
     const Item* items;
     int num_items;
+    int first_single, run;  // from `first_single` on, a thread takes `run` items at once
     const int32_t* positions;  // [rows]
     const int64_t* part_at;    // [rows]: where the row's partial sums begin, in tiles; -1: it has none
     float* parts;              // [tile][head][PART_HEADER + dim]
@@ -77,7 +78,8 @@ struct Write {
 
 /// What an instruction set's build offers. A row is one of the batch, or one line of a matrix.
 struct Kernels {
-    void (*attend)(const Cache&, const Batch&, const Attend&, const Plan&, const Item&);
+    /// `following` is what the thread will probably do next, or null: its first pages are fetched meanwhile.
+    void (*attend)(const Cache&, const Attend&, const Plan&, const Item&, const Item* following);
     void (*reduce)(const Cache&, const Batch&, const Attend&, const Plan&, int row);
     void (*store)(const Cache&, const Batch&, int layer, const void* k, int64_t k_stride, const void* v,
                   int64_t v_stride, int row);
