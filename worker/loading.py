@@ -34,7 +34,7 @@ def settle_heap() -> None:
 
 
 def calm_threads() -> None:
-    """Let OpenMP's threads sleep while they wait, unless the environment says otherwise; to be called before torch loads.
+    """Let OpenMP's threads sleep while they wait, unless the environment says otherwise; call it before torch loads.
 
     By default they spin, which takes the cores of whoever else is on the machine: Redis, readers, this worker's own
     threads. Measured on 2 cores beside a load of 5: the demo makes 110 tokens/s asleep, 5 spinning.
