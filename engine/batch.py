@@ -33,5 +33,5 @@ class Model(Protocol):
     """Columns of the logits; at least the tokenizer's size."""
 
     def forward(self, batch: Batch) -> Tensor:
-        """Write KV, and return fp32 logits `[R, vocab_size]` of `batch.sample_rows`."""
+        """Write KV, and return the logits of `batch.sample_rows`, `[R, vocab_size]` in fp32 or in the model's dtype."""
         ...

@@ -84,7 +84,7 @@ class ModelRunner:
         found, at = [], 0
         for piece in plan.slices:
             if rows := piece.prompt_rows:
-                values = logits[at : at + len(rows), : self.sampler.num_ids].log_softmax(-1)
+                values = logits[at : at + len(rows), : self.sampler.num_ids].float().log_softmax(-1)
                 at += len(rows)
                 tokens = piece.seq.tokens[rows.start + 1 : rows.stop + 1]
                 found.append(tuple(token_logprobs(values, tokens, piece.seq.request.params.prompt_logprobs or 0)))

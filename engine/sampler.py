@@ -21,6 +21,7 @@ from torch import Tensor
 from engine.outputs import Logprob, TokenLogprobs
 from engine.request import SamplingParams
 from engine.structured import Matcher, apply_masks
+from kernels.ops import argmax
 
 _TOP = 256
 """How many of a row's highest logits are sorted to find a top_p edge before all of them are."""
@@ -71,10 +72,31 @@ class Sampler:
         self._counts: dict[int, _Counts] = {}
 
     def sample(self, logits: Tensor, rows: Seq[Row]) -> Sampled:
-        """One id for each row of fp32 `logits` `[R, vocab]`, which it may overwrite."""
+        """One id for each row of `logits` `[R, vocab]`, which it may overwrite."""
         logits = logits[:, : self.num_ids]
-        lowest, highest = torch.aminmax(logits, dim=-1)
-        finite = (torch.isfinite(lowest) & torch.isfinite(highest)).tolist()
+        places, are_finite = argmax(logits)
+        highest, finite = places.tolist(), are_finite.tolist()
+        # What needs no more than its highest logit is done: the rest costs copies of all logits in fp32.
+        rest = [i for i, row in enumerate(rows) if not _settled(row, highest[i])]
+        if not rest:
+            return Sampled(tuple(i if ok else None for i, ok in zip(highest, finite, strict=True)), (None,) * len(rows))
+        if len(rest) < len(rows):
+            return self._merge(logits, rows, rest, highest, finite)
+        return self._choose(logits.float(), rows, finite)
+
+    def _merge(
+        self, logits: Tensor, rows: Seq[Row], rest: list[int], highest: list[int], finite: list[bool]
+    ) -> Sampled:
+        """The highest logits of the settled rows, and what is chosen for the rest."""
+        found = self._choose(logits[rest].float(), [rows[i] for i in rest], [finite[i] for i in rest])
+        ids: list[int | None] = [i if ok else None for i, ok in zip(highest, finite, strict=True)]
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        for i, token, values in zip(rest, found.token_ids, found.logprobs, strict=True):
+            ids[i], logprobs[i] = token, values
+        return Sampled(tuple(ids), tuple(logprobs))
+
+    def _choose(self, logits: Tensor, rows: Seq[Row], finite: list[bool]) -> Sampled:
+        """One id for each row of fp32 `logits` `[R, ids]`, which are overwritten."""
         wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         raw = logits[wanted].log_softmax(-1) if wanted else None
         self._edit(logits, rows)
@@ -229,6 +251,17 @@ def _edge_in(values: Tensor, limit: Tensor, top_p: Tensor, total: Tensor) -> tup
     place = torch.where(top_p < 1, torch.minimum(place, last), last)
     found = found & ((top_p < 1) | (limit <= width))
     return values.gather(-1, place[:, None]), found
+
+
+def _settled(row: Row, highest: int) -> bool:
+    """Whether the row's id is that of its highest logit, whatever else it asks for."""
+    params = row.params
+    if params.temperature > 0 or params.logprobs is not None or params.logit_bias or row.matcher is not None:
+        return False
+    if _penalised(params):
+        return False
+    banned = row.position < params.min_tokens and (highest in row.eos_token_ids or highest in params.stop_token_ids)
+    return not banned
 
 
 def _penalised(params: SamplingParams) -> bool:

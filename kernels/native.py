@@ -84,7 +84,7 @@ class Write(Structure):
     )
 
 
-_VERSION = 1
+_VERSION = 2
 """Of the functions and structures; in csrc/native.cpp too."""
 _RETURN_INT = ("tm_version", "tm_choose", "tm_huge_pages")
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -96,6 +96,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "tm_store": (POINTER(Cache), POINTER(Batch), c_int, c_void_p, c_int64, c_void_p, c_int64, c_int),
     "tm_write": (POINTER(Cache), POINTER(Batch), POINTER(Write), c_int),
     "tm_add_rms_norm": (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float, c_int, c_int),
+    "tm_argmax": (c_void_p, c_int64, c_int, c_int, c_int, c_void_p, c_void_p, c_int),
     "tm_silu_mul": (c_void_p, c_void_p, c_int, c_int, c_int, c_int),
 }
 

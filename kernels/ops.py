@@ -16,7 +16,7 @@ from kernels import native
 from kernels import ops_reference as reference
 from kernels.ops_reference import rotary
 
-__all__ = ["add_rms_norm", "rms_norm", "rotary", "silu_mul"]
+__all__ = ["add_rms_norm", "argmax", "rms_norm", "rotary", "silu_mul"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -49,6 +49,24 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     bf16 = gate_up.dtype == torch.bfloat16
     library.tm_silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, cols, bf16, torch.get_num_threads())
     return out
+
+
+def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The first place of each row's highest value (int64 `[rows]`), and whether all its values are finite (bool)."""
+    library = native.library()
+    if library is None or x.device.type != "cpu" or x.dtype not in native.DTYPES or x.stride(1) != 1:
+        return reference.argmax(x)
+    places, finite = torch.empty(x.shape[0], dtype=torch.int64), torch.empty(x.shape[0], dtype=torch.bool)
+    library.tm_argmax(
+        x.data_ptr(),
+        x.stride(0),
+        *x.shape,
+        x.dtype == torch.bfloat16,
+        places.data_ptr(),
+        finite.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return places, finite
 
 
 def _norm(library: Any, x: Tensor | None, residual: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:

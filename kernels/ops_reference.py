@@ -47,3 +47,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     wide = gate.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     wide.div_(torch.neg(wide).exp_().add_(1))
     return wide.to(gate_up.dtype) * up
+
+
+def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The first place of each row's highest value (int64 `[rows]`), and whether all its values are finite."""
+    lowest, highest = torch.aminmax(x, dim=-1)
+    return x.argmax(-1), torch.isfinite(lowest) & torch.isfinite(highest)

@@ -68,7 +68,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Logits fp32 `[R, vocab]` of the sampled rows; the KV of all rows is written."""
+        """Logits `[R, vocab]` of the sampled rows; the KV of all rows is written."""
         positions = batch.positions
         cos, sin = self._cos[positions], self._sin[positions]  # [T, head_dim / 2]
         residual = F.embedding(batch.token_ids, self.parameters.embedding)  # [T, hidden]
@@ -97,9 +97,9 @@ class Decoder:
     def _logits(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
         if not rows:
-            return x.new_empty((0, self.vocab_size), dtype=torch.float32)
+            return x.new_empty((0, self.vocab_size))
         x = rms_norm(pad_rows(x, bucket(rows)), self.parameters.norm, self.config.eps)
-        return self.parameters.head(x)[:rows].float()
+        return self.parameters.head(x)[:rows]
 
 
 def build_parameters(config: DecoderConfig, tensors: Tensors) -> Parameters:

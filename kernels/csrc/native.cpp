@@ -202,7 +202,7 @@ class Planner {
 using namespace tokenmill;
 
 /// Of the functions and structures here; kernels/native.py names the one it was written for.
-API int tm_version() { return 1; }
+API int tm_version() { return 2; }
 
 /// Picks the kernels: 3 AVX-512 with bf16 products, 2 AVX-512, 1 AVX2; at most `limit`. Returns the one picked; 0: none.
 API int tm_choose(int limit) {
@@ -270,5 +270,13 @@ API void tm_silu_mul(const void* gate_up, void* out, int rows, int cols, int is_
     each(rows, 16, threads, [&](int row) {
         chosen->silu_mul(static_cast<const uint8_t*>(gate_up) + 2 * row * bytes, static_cast<uint8_t*>(out) + row * bytes,
                          cols, is_bf16);
+    });
+}
+
+API void tm_argmax(const void* x, int64_t stride, int rows, int cols, int is_bf16, int64_t* places, bool* finite,
+                   int threads) {
+    const int64_t bytes = stride * (is_bf16 ? 2 : 4);
+    each(rows, 1, threads, [&](int row) {
+        chosen->argmax(static_cast<const uint8_t*>(x) + row * bytes, cols, is_bf16, places + row, finite + row);
     });
 }

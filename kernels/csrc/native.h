@@ -85,6 +85,7 @@ struct Kernels {
     void (*add_rms_norm)(const void* x, void* residual, const void* weight, void* out, int cols, float eps,
                          bool is_bf16);
     void (*silu_mul)(const void* gate_up, void* out, int cols, bool is_bf16);
+    void (*argmax)(const void* x, int cols, bool is_bf16, int64_t* place, bool* finite);
 };
 
 extern const Kernels avx2_kernels, avx512_kernels, avx512_bf16_kernels;

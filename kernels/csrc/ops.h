@@ -76,6 +76,51 @@ static void silu_mul(const void* gate_up, void* out, int cols, bool is_bf16) {
         silu_mul_row(static_cast<const float*>(gate_up), static_cast<float*>(out), cols);
 }
 
+INLINE float value(float x) { return x; }
+INLINE float value(bf16 x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    float out;
+    __builtin_memcpy(&out, &bits, 4);
+    return out;
+}
+
+/// The first place of a row's highest value, and whether all its values are finite.
+template <class T>
+static void argmax_row(const T* x, int cols, int64_t* place, bool* finite) {
+    constexpr int RUN = 512;
+    const F lowest = set1(-__builtin_inff());
+    F spoilt = zero();  // x * 0 is NaN for what is not finite
+    float best = -__builtin_inff();
+    int run = 0;
+    for (int begin = 0; begin < cols; begin += RUN) {
+        const int end = cols - begin < RUN ? cols : begin + RUN;
+        F top = lowest;
+        int i = begin;
+        for (; i + 16 <= end; i += 16) {
+            const F v = load(x + i);
+            spoilt = fma(v, zero(), spoilt);
+            top = max(top, v);
+        }
+        if (i < end) {
+            const F v = load_part(x + i, end - i);
+            spoilt = fma(v, zero(), spoilt);
+            top = max(top, keep(v, 0, end - i, lowest));
+        }
+        const float high = hmax(top);
+        if (high > best) best = high, run = begin;
+    }
+    while (run < cols - 1 && !(value(x[run]) == best)) run++;
+    *place = run;
+    *finite = hsum(spoilt) == 0.0f;
+}
+
+static void argmax(const void* x, int cols, bool is_bf16, int64_t* place, bool* finite) {
+    if (is_bf16)
+        argmax_row(static_cast<const bf16*>(x), cols, place, finite);
+    else
+        argmax_row(static_cast<const float*>(x), cols, place, finite);
+}
+
 /// Rotates pairs (i, i + dim / 2) of one head.
 template <class T>
 INLINE void rotate(T* x, const float* cos, const float* sin, int dim) {

@@ -201,3 +201,23 @@ def test_a_finished_row_leaves_nothing_behind() -> None:
     for one in rows:
         sampler.forget(one.uid)
     assert (sampler._counts, sampler._uids, sampler._columns) == ({}, (), None)
+
+
+def test_rows_that_need_no_more_than_their_highest_logit_go_with_any_others() -> None:
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits[4, 7] = torch.nan
+    best = int(logits[3, :290].argmax())
+    rows = [
+        row(),
+        row(temperature=1.0, seed=3),
+        row(logprobs=2),
+        row(min_tokens=5, stop_token_ids=frozenset({best})),
+        row(),
+        row(min_tokens=5),
+    ]
+    together = Sampler(290).sample(logits.clone(), rows)
+    alone = [Sampler(290).sample(logits[i : i + 1].float(), [one]) for i, one in enumerate(rows)]
+    assert together.token_ids == tuple(one.token_ids[0] for one in alone)
+    assert together.logprobs == tuple(one.logprobs[0] for one in alone)
+    assert together.token_ids[3] not in (None, best)
+    assert together.token_ids[4] is None

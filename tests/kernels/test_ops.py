@@ -83,6 +83,20 @@ def test_bits_of_a_row_depend_on_the_row_alone(instruction_set: str, dtype: torc
             assert torch.equal(ops.silu_mul(gate_up[rows]), ops.silu_mul(gate_up)[rows])
 
 
+@pytest.mark.parametrize("cols", [1, 2, 17, 511, 513, 3000])
+def test_argmax_equals_the_reference(instruction_set: str, dtype: torch.dtype, cols: int) -> None:
+    x = draw(40, cols + 3, dtype=dtype).sub_(5)[:, :cols]  # rows of a wider matrix, all negative, with ties in bf16
+    for row, value in ((1, torch.nan), (2, torch.inf), (3, -torch.inf)):
+        x[row, (7 * row) % cols] = value
+    got, finite = ops.argmax(x)
+    want, want_finite = reference.argmax(x)
+    assert torch.equal(finite, want_finite)
+    assert finite.tolist() == [i not in (1, 2, 3) for i in range(40)]
+    assert torch.equal(x.gather(1, got[:, None])[finite], x.gather(1, want[:, None])[finite])
+    first = (x == x.amax(-1, keepdim=True)).int().argmax(-1)
+    assert torch.equal(got[finite], first[finite])
+
+
 def test_other_tensors_go_to_the_reference() -> None:
     weight = torch.ones(64)
     wide = torch.randn(4, 128)

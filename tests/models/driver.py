@@ -75,7 +75,8 @@ class Driver:
             tuple(tuple(row.table) for row, _ in work),
         )
         rows = list(range(len(ids))) if every_row else [end - 1 for end in cu[1:]]
-        logits = self.model.forward(Batch(torch.tensor(ids + [0] * extra), attention, torch.tensor(rows)))
+        batch = Batch(torch.tensor(ids + [0] * extra), attention, torch.tensor(rows))
+        logits = self.model.forward(batch).float()
         if not every_row:
             return list(logits.split(1))
         return list(logits.split([count for _, count in work]))
