@@ -521,7 +521,7 @@ class TestFinalise:
 
 
 class TestSpoiltKeys:
-    """Keys that others may write, with what no script expects: an ending is whole all the same, and nobody dies of it."""
+    """Keys that others may write, with what no script expects: an ending is whole all the same."""
 
     def spoil(self, queue: Queue, kind: str) -> None:
         keys, redis = queue.keys, queue.redis
