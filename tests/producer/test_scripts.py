@@ -626,6 +626,13 @@ class TestLease:
         assert entry["times_delivered"] == 1
         assert queue.redis.ttl(queue.keys.out("a")) > 80_000
 
+    def test_renewal_of_a_second_entry_leaves_the_stream_of_a_finished_job_its_end(self, queue: Queue) -> None:
+        scripts = queue.scripts()
+        finish_one(queue, scripts)
+        life = queue.redis.ttl(queue.keys.out("a"))
+        assert scripts.renew([queue.deliver(scripts)]) == []
+        assert 0 < queue.redis.ttl(queue.keys.out("a")) <= life
+
     def test_a_yielded_entry_can_be_claimed_at_once_and_is_no_longer_anyones_to_end(self, queue: Queue) -> None:
         one, two = queue.scripts("w1"), queue.scripts("w2")
         ref = queue.deliver(one)
