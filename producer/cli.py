@@ -6,6 +6,7 @@ Worker commands are imported when they are called, so that a producer's machine 
 from __future__ import annotations
 
 import enum
+import functools
 import importlib
 import os
 import sys
@@ -61,7 +62,7 @@ EPILOG = (
 
 LAZY = {
     "worker": ("worker.cli:worker", "Serve a model: take jobs from a queue and answer them.", "worker"),
-    "demo": ("worker.demo:demo", "Run real prompts through a real worker, to see it work.", "demo"),
+    "demo": ("worker.demo:demo", "Run real prompts through a real worker, to see it work.", "worker,demo"),
 }
 """Command: where it lives, its help, and the pip extra that it needs."""
 
@@ -74,17 +75,30 @@ class _LazyCommand(TyperCommand):
 
 
 def _load(name: str) -> Any:
-    target, _, extra = LAZY[name]
+    target = LAZY[name][0]
     module, _, attribute = target.partition(":")
-    try:
+    with _extras(name):
         function: Callable[..., None] = getattr(importlib.import_module(module), attribute)
+
+    @functools.wraps(function)
+    def guarded(**given: Any) -> None:
+        with _extras(name):  # the command itself imports late, too
+            function(**given)
+
+    holder = typer.Typer(add_completion=False)
+    holder.command(name)(guarded)
+    return typer.main.get_command(holder)
+
+
+@contextmanager
+def _extras(name: str) -> Iterator[None]:
+    """A package that is missing is named, with the extra that brings it."""
+    try:
+        yield
     except ModuleNotFoundError as missing:
         if missing.name and missing.name.partition(".")[0] in ("worker", "engine", "kernels", "producer"):
             raise
-        _end(Exit.USAGE, f"`tokenmill {name}` needs {missing.name}: pip install 'tokenmill[{extra}]'")
-    holder = typer.Typer(add_completion=False)
-    holder.command(name)(function)
-    return typer.main.get_command(holder)
+        _end(Exit.USAGE, f"`tokenmill {name}` needs {missing.name}: pip install 'tokenmill[{LAZY[name][2]}]'")
 
 
 class _Group(TyperGroup):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -29,8 +30,10 @@ def embedded_redis() -> Iterator[str]:
     """Run the server for the length of the block; yields its URL once it listens. It dies with this process.
 
     Raises:
-        EmbeddedRedisError: it did not start; fakeredis[lua] is probably not installed.
+        EmbeddedRedisError: it did not start; fakeredis[lua] may not be installed.
     """
+    if importlib.util.find_spec("fakeredis") is None:
+        raise EmbeddedRedisError("the embedded Redis needs fakeredis: pip install 'tokenmill[demo]', or name a server")
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-c", _SERVE],

@@ -166,11 +166,9 @@ class Job:
         """Keep new text of a choice for the next write; what was not sent yet grows."""
         for chunk in self.chunks:
             if chunk.n is None and chunk.index == index:
-                break
-        else:
-            chunk = Chunk(index, [], [])
-            self.chunks.append(chunk)
-        chunk.add(text, token_ids, logprobs)
+                chunk.add(text, token_ids, logprobs)
+                return
+        self.chunks.append(Chunk(index, [text], list(token_ids), None if logprobs is None else list(logprobs)))
 
     def number_chunks(self) -> list[Chunk]:
         """The chunks in order, each with its place."""

@@ -109,6 +109,8 @@ class Keeper:
         pipe = self._scripts.client.pipeline(transaction=True)
         pipe.hset(key, mapping=self._describe())
         pipe.pexpire(key, self._settings.lease_ms)
+        # Said again, since a Redis that came back empty has forgotten it, and a newcomer must still be held to it.
+        pipe.hsetnx(self._scripts.keys.meta, "lease_ms", str(self._settings.lease_ms))
         for lane in LANES:
             pipe.xlen(self._scripts.keys.lane(lane))
         *_, high, normal, low = pipe.execute()

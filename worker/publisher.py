@@ -171,8 +171,9 @@ class Publisher:
         now = time.monotonic()
         speaking: list[Job] = []
         ending: list[Job] = []
+        get = self._held.get
         for job in list(self._pending.values()):
-            if not self._held.owns(job):
+            if get(job.handle) is not job:
                 self._settle(job)
             elif job.lease_until > now:
                 (ending if job.handle in self._last_words else speaking).append(job)
@@ -189,8 +190,9 @@ class Publisher:
     def _publish(self, jobs: list[Job]) -> None:
         batch = TokenBatch(self._scripts.keys)
         for job in jobs:
+            job_id, fence = job.who.id, job.fence
             for chunk in job.number_chunks():
-                batch.add(job.id, job.fence, *self._event(job, chunk))
+                batch.add(job_id, fence, *self._event(job, chunk))
         refused: dict[str, Refused] = {}
         for one in self._scripts.publish(batch):
             if one.why is not Why.REPEAT:
@@ -288,6 +290,8 @@ class Publisher:
 
     def _event(self, job: Job, chunk: Chunk) -> tuple[int, int, str, int, bytes, bytes]:
         """n, choice, text, number of tokens, their ids and their log-probabilities as JSON."""
+        if not job.token_ids and chunk.logprobs is None:
+            return chunk.n or 0, chunk.index, chunk.text, len(chunk.token_ids), b"", b""
         ids = orjson.dumps(chunk.token_ids) if job.token_ids else b""
         logprobs = b"" if chunk.logprobs is None else orjson.dumps(self._results.logprobs.content(chunk.logprobs))
         return chunk.n or 0, chunk.index, chunk.text, len(chunk.token_ids), ids, logprobs

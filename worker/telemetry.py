@@ -82,9 +82,7 @@ class Telemetry:
         self.total_time = Tally(_SLOW)
         self.cancel_latency = Tally(_FAST)
         self.leases_lost = self._counter("leases_lost", "Jobs that this worker held and lost.")
-        self.takeovers = self._counter(
-            "takeovers", "Entries taken over: handed back or abandoned by others."
-        )
+        self.takeovers = self._counter("takeovers", "Entries taken over: handed back or abandoned by others.")
         self.retries = self._counter("retries", "Jobs handed back because their failure may pass.")
         self._ended = self._counter("jobs_ended", "Results written, by status.", "status", list(Status))
         self._errors = self._counter("job_errors", "Results written with an error, by code.", "code", list(ErrorCode))

@@ -26,6 +26,7 @@ MAX_LOGPROBS = 1_000_000
 _OPERATORS = frozenset(
     {"chat_template", "tokenize", "tokenizer", "conversation", "messages", "tools", "return_dict", "return_tensors"}
     | {"padding", "truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask", "documents"}
+    | {"add_generation_prompt", "continue_final_message", "sanitize_control_tokens"}
 )
 """Arguments of the template machinery that a sender must not reach through `chat_template_kwargs`."""
 

@@ -63,6 +63,12 @@ class Message(_Strict):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise _wrong("messages: must have content, each; only one with tool_calls may do without")
+        return self
+
 
 class JsonSchema(_Strict):
     name: str | None = None
@@ -253,6 +259,8 @@ class Body(_Strict):
             plain = message.model_dump(exclude_none=True)
             if isinstance(message.content, list):
                 plain["content"] = "".join(part.text for part in message.content)
+            elif message.content is None:
+                plain["content"] = ""  # beside tool calls; templates that know none of those still join it
             chat.append(plain)
         return chat
 

@@ -274,7 +274,9 @@ class Scripts:
         for lane, held in by_lane.items():
             for at in range(0, len(held), RENEW_CHUNK):
                 chunk = held[at : at + RENEW_CHUNK]
-                names = [self.keys.lane(lane), *(self.keys.out(ref.id) for ref in chunk)]
+                names = [self.keys.lane(lane)]
+                for ref in chunk:
+                    names += (self.keys.out(ref.id), self.keys.result(ref.id))
                 args = [GROUP, self.consumer, open_stream_ttl(self.result_ttl_s), *(ref.entry for ref in chunk)]
                 lost += [chunk[number] for number in self._runner.run("renew", names, args)]
         return lost

@@ -74,7 +74,7 @@ def test_a_redis_that_comes_back_empty_is_served_on(own: Queue, own_redis: Redis
     assert worker.stop() == Exit.OK
 
 
-@pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_past_its_lease_a_worker_says_nothing_of_an_outage_and_serves_on(
     own: Queue, own_redis: RedisServer, start: Start, seconds: float
 ) -> None:
@@ -136,7 +136,7 @@ def test_a_line_that_goes_silent_is_survived(own: Queue, proxy: Proxy, start: St
 
 
 def test_sigterm_during_a_blocked_read_ends_in_bounded_time(own: Queue, start: Start) -> None:
-    worker = start(own, block_ms="3000")
+    worker = start(own, block_ms="1500")
     eventually(lambda: "worker_ready" in worker.log, 20)
     began = time.monotonic()
     assert worker.stop() == Exit.OK

@@ -131,6 +131,7 @@ def test_a_flushed_redis_costs_its_jobs_but_not_the_worker(own: Queue, start: St
     other = own.add({"prompt": "after", "max_tokens": 2})
     assert own.check_ending(other)["status"] == "succeeded"
     assert not own.client.exists(own.keys.result(job))
+    eventually(lambda: own.client.hexists(own.keys.meta, "lease_ms"))
     assert worker.stop() == Exit.OK
 
 

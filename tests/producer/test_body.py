@@ -77,7 +77,8 @@ def test_every_key_takes_its_range_and_no_more(key: str, good: list[Any], bad: l
         error = refusal(json.dumps({"prompt": "x", key: value}).encode())
         assert error.code is ErrorCode.INVALID_REQUEST, value
         assert key in error.message, value
-    absent = {"prompt": "x", key: None} if key != "prompt" else {"prompt": None, "messages": [{"role": "user"}]}
+    chat = [{"role": "user", "content": "x"}]
+    absent = {"prompt": "x", key: None} if key != "prompt" else {"prompt": None, "messages": chat}
     assert getattr(parse_body(json.dumps(absent).encode()), key) is None
 
 
@@ -173,7 +174,17 @@ def test_a_chat_is_plain_dicts_with_its_text_parts_joined() -> None:
         {"role": "tool", "content": "4", "tool_call_id": "1"},
     ]
     chat = body(prompt=None, messages=messages, tools=[{"type": "function"}]).chat
-    assert chat == [{"role": "system", "content": "ab"}, {"role": "assistant", "tool_calls": [call]}, messages[2]]
+    assert chat == [
+        {"role": "system", "content": "ab"},
+        {"role": "assistant", "tool_calls": [call], "content": ""},
+        messages[2],
+    ]
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "assistant", "content": None, "tool_calls": []}])
+def test_a_message_without_content_is_refused_whatever_the_template_makes_of_it(message: object) -> None:
+    with pytest.raises(JobError, match=r"messages.*content"):
+        body(prompt=None, messages=[message])
 
 
 def test_a_producer_sends_only_what_a_worker_takes() -> None:

@@ -148,3 +148,14 @@ def test_a_missing_extra_is_named() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == Exit.USAGE
     assert "pip install 'tokenmill[worker]'" in done.stderr
+
+
+def test_an_extra_that_is_missed_late_is_named_too() -> None:
+    """The worker imports torch and more only once its options are read."""
+    code = (
+        "import sys\nsys.argv = ['tokenmill', 'worker', '--model', 'x']\nsys.modules['prometheus_client'] = None\n"
+        "import producer.cli\nproducer.cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (Exit.USAGE, False)
+    assert "needs prometheus_client: pip install 'tokenmill[worker]'" in done.stderr

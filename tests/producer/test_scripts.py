@@ -521,7 +521,7 @@ class TestFinalise:
 
 
 class TestSpoiltKeys:
-    """Keys that others may write, with what no script expects: an ending is whole all the same, and nobody dies of it."""
+    """Keys that others may write, with what no script expects: an ending is whole all the same."""
 
     def spoil(self, queue: Queue, kind: str) -> None:
         keys, redis = queue.keys, queue.redis
@@ -625,6 +625,13 @@ class TestLease:
         assert entry["time_since_delivered"] < 30_000
         assert entry["times_delivered"] == 1
         assert queue.redis.ttl(queue.keys.out("a")) > 80_000
+
+    def test_renewal_of_a_second_entry_leaves_the_stream_of_a_finished_job_its_end(self, queue: Queue) -> None:
+        scripts = queue.scripts()
+        finish_one(queue, scripts)
+        life = queue.redis.ttl(queue.keys.out("a"))
+        assert scripts.renew([queue.deliver(scripts)]) == []
+        assert 0 < queue.redis.ttl(queue.keys.out("a")) <= life
 
     def test_a_yielded_entry_can_be_claimed_at_once_and_is_no_longer_anyones_to_end(self, queue: Queue) -> None:
         one, two = queue.scripts("w1"), queue.scripts("w2")

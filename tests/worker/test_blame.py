@@ -77,7 +77,7 @@ def test_one_crash_makes_no_suspects(queue: Queue) -> None:
 
 
 def test_of_many_suspects_one_is_held_and_the_others_stay_takeable_with_their_deaths(queue: Queue) -> None:
-    room = Room(queue)
+    room = Room(queue, lease=60)
     for _ in range(4):
         queue.add(BODY)
     for worker in ("a", "b"):
@@ -90,8 +90,8 @@ def test_of_many_suspects_one_is_held_and_the_others_stay_takeable_with_their_de
     assert jobs[1].id == ordinary
     assert room.quarantine.turned_away
     # Handed back as they were: the next worker sees two deaths, too.
-    other = Quarantine(Scripts(queue.client, queue.keys, "other"), Held(), 0.3)
-    idle = queue.client.xpending_range(queue.keys.lane("normal"), "workers", "-", "+", 10, idle=300)
+    other = Quarantine(Scripts(queue.client, queue.keys, "other"), Held(), 60)
+    idle = queue.client.xpending_range(queue.keys.lane("normal"), "workers", "-", "+", 10, idle=60_000)
     assert len(idle) == 3
     again = [one for one in room.delivered() if one.entry in {row["message_id"].decode() for row in idle}]
     assert len(other.sift(again)) == 1

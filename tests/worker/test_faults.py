@@ -75,7 +75,7 @@ def test_a_slow_publisher_merges_tokens_and_loses_none(queue: Queue, monkeypatch
         job = queue.add({"prompt": "x", "max_tokens": 150})
         assert queue.check_ending(job)["usage"]["completion_tokens"] == 150
         counts = [int(f["tokens"]) for _, f in queue.events(job) if f["type"] == "token"]
-        assert counts[0] <= 5
+        assert counts[0] <= 20  # well under the 50 of one slow write: the first goes out at once
         assert len(counts) < 100
 
 

@@ -118,7 +118,7 @@ def soak(server: RedisServer, jobs: int, rounds: int, slack: int) -> Soak:
 
 @pytest.mark.redis_server
 def test_memory_and_books_are_flat_over_hundreds_of_jobs(own_redis: RedisServer, quiet: None) -> None:
-    soak(own_redis, jobs=900, rounds=3, slack=16 << 20)
+    soak(own_redis, jobs=600, rounds=3, slack=16 << 20)
 
 
 @pytest.mark.redis_server

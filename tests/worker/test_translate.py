@@ -65,6 +65,11 @@ def refusal(body: Any, use: Translator | None = None, **entry: Any) -> JobError:
             ErrorCode.INVALID_REQUEST,
             "chat_template",
         ),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"add_generation_prompt": False}},
+            ErrorCode.INVALID_REQUEST,
+            "chat_template_kwargs: add_generation_prompt",
+        ),
     ],
 )
 def test_a_bad_body_is_refused_with_its_code_and_names_what_is_wrong(body: Any, code: ErrorCode, names: str) -> None:
