@@ -43,6 +43,20 @@ local function last_id(out)
   error('XINFO STREAM without last-generated-id')
 end
 
+local function keep_only(key, kind)
+  local is = redis.call('TYPE', key)
+  if type(is) == 'table' then is = is.ok end
+  if is ~= 'none' and is ~= kind then redis.call('DEL', key) end
+end
+
+-- What lies under a job's own names but no worker has written would end every worker that takes the job: it goes. A
+-- stream whose last ID is past all times and fences takes no further entry.
+local function clear_foreign(job, out)
+  keep_only(job, 'hash')
+  keep_only(out, 'stream')
+  if last_id(out) > 2 ^ 52 then redis.call('DEL', out) end
+end
+
 local function text(number)
   return string.format('%.0f', number)
 end

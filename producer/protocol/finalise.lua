@@ -16,6 +16,7 @@ if not owned(lane, consumers, entry, consumer) then
   if done and not live(lane, entry) then return 'DUP' end
   return 'LOST'
 end
+clear_foreign(job, out)
 if done or other_live(job, name, entry, lanes) then
   remove(lane, consumers, entry)
   return 'DUP'

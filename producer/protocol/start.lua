@@ -9,6 +9,7 @@ local consumers, entry, consumer, name = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local now = now_ms()
 
 if not owned(lane, consumers, entry, consumer) then return { 'LOST', '0', 0, 0, now, '', 0 } end
+clear_foreign(job, out)
 if redis.call('EXISTS', result) == 1 or other_live(job, name, entry, lanes) then
   remove(lane, consumers, entry)
   return { 'DUP', '0', 0, 0, now, '', 0 }

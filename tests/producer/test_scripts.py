@@ -553,6 +553,21 @@ class TestSpoiltKeys:
         assert isinstance(queue.events()[-1], FinalEvent)
         assert queue.redis.ttl(queue.keys.job("a")) > 0
 
+    @pytest.mark.parametrize("spoilt", ["job", "out", "last id"])
+    @pytest.mark.parametrize("starts", [True, False])
+    def test_what_lies_under_a_jobs_names_is_no_obstacle(self, queue: Queue, spoilt: str, starts: bool) -> None:
+        scripts = queue.scripts()
+        if spoilt == "last id":
+            queue.redis.xadd(queue.keys.out("a"), {"x": "y"}, id=f"{2**64 - 1}-1")
+        else:
+            queue.redis.set(queue.keys.job("a") if spoilt == "job" else queue.keys.out("a"), "x")
+        if starts:
+            finish_one(queue, scripts)
+        else:
+            assert scripts.answer(queue.deliver(scripts), WHO, bare()) is Ending.OK
+        assert [type(e) for e in queue.events()][:: len(queue.events()) - 1] == [StartEvent, FinalEvent]
+        assert queue.depth() == 0
+
     def test_a_cancel_key_that_is_no_string_cancels_nothing(self, queue: Queue) -> None:
         scripts = queue.scripts()
         queue.redis.lpush(queue.keys.cancel("a"), "x")
