@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 PIP   := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 # Two threads are enough for models of this size; passive ones, because tests run next to servers and workers and spinning
 # threads would take their cores.
-PYTEST := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-fast test-all chaos lint format bench clean

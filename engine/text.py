@@ -43,8 +43,8 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """What is withheld, incomplete characters included."""
-        text = self._new_text() if self._fresh else ""
+        """What is withheld, at the end of the text. A last character that is incomplete is no text and is left out."""
+        text = self._new_text().rstrip(_REPLACEMENT) if self._fresh else ""
         self._advance()
         return text
 

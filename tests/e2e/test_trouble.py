@@ -44,6 +44,7 @@ def test_a_rolling_restart_under_load_loses_and_doubles_nothing(own: Queue, star
             jobs[own.add({"prompt": prompt, "max_tokens": 10 + len(jobs) % 60}, tenant="t", group="g")] = prompt
 
     feed(40)
+    eventually(lambda: all("worker_ready" in worker.log for worker in old), 30)
     eventually(lambda: any(own.client.exists(own.keys.result(job)) for job in jobs), 20)
     for worker in old:
         start(own, **options)

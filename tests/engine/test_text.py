@@ -80,9 +80,11 @@ def test_ids_without_text_cost_nothing_and_lose_nothing() -> None:
     assert max(seen) < 20
 
 
-def test_an_incomplete_character_at_the_end_is_flushed_once() -> None:
+def test_an_incomplete_character_at_the_end_is_left_out() -> None:
     sent, _ = feed([], "a", b"\xf0\x9f")
-    assert sent == ["a", "", "\ufffd"]
+    assert sent == ["a", "", ""]
+    sent, _ = feed([], "a", b"b\xf0\x9f")
+    assert sent == ["a", "", "b"]
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,12 @@ def test_of_many_suspects_one_is_held_and_the_others_stay_takeable_with_their_de
     assert room.quarantine.turned_away
     # Handed back as they were: the next worker sees two deaths, too.
     other = Quarantine(Scripts(queue.client, queue.keys, "other"), Held(), 60)
-    idle = queue.client.xpending_range(queue.keys.lane("normal"), "workers", "-", "+", 10, idle=60_000)
-    assert len(idle) == 3
+
+    def takeable() -> list[dict[str, object]]:
+        found = queue.client.xpending_range(queue.keys.lane("normal"), "workers", "-", "+", 10, idle=60_000)
+        return list(found) if len(found) == 3 else []
+
+    idle = eventually(takeable)
     again = [one for one in room.delivered() if one.entry in {row["message_id"].decode() for row in idle}]
     assert len(other.sift(again)) == 1
 
