@@ -26,16 +26,13 @@ class BlockPool:
         self._index: dict[bytes, int] = {}
         # An OrderedDict is a doubly linked list with O(1) removal from the middle: a revived block leaves it there.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(size))
+        self.num_cached = 0
+        """Free blocks that are still findable."""
 
     @property
     def num_free(self) -> int:
         """Blocks that nobody holds, findable ones included."""
         return len(self._free)
-
-    @property
-    def num_cached(self) -> int:
-        """Free blocks that are still findable."""
-        return sum(1 for block in self._index.values() if not self.refs[block])
 
     def find(self, digest: bytes) -> int | None:
         """The block that holds what hashes to `digest`."""
@@ -54,6 +51,7 @@ class BlockPool:
         """One more reference; revives a free block."""
         if not self.refs[block]:
             del self._free[block]
+            self.num_cached -= self._hashes[block] is not None
         self.refs[block] += 1
 
     def take(self) -> tuple[int, bytes | None]:
@@ -63,6 +61,7 @@ class BlockPool:
         if digest is not None:
             self._hashes[block] = None
             del self._index[digest]
+            self.num_cached -= 1
         self.refs[block] = 1
         return block, digest
 
@@ -75,6 +74,8 @@ class BlockPool:
             self._free[block] = None
             if self._hashes[block] is None:
                 self._free.move_to_end(block, last=False)
+            else:
+                self.num_cached += 1
 
     def check_integrity(self, held: dict[int, int]) -> None:
         """Compare with `held`: block → how many references there ought to be.
@@ -92,3 +93,5 @@ class BlockPool:
                 raise IntegrityError(f"{self.name} block {block} is findable under a hash that it does not have")
         if len(self._index) != sum(1 for digest in self._hashes if digest is not None):
             raise IntegrityError(f"a hashed {self.name} block is not findable")
+        if self.num_cached != sum(1 for block in self._index.values() if not self.refs[block]):
+            raise IntegrityError(f"the {self.name} blocks that are free and findable are counted wrongly")

@@ -51,6 +51,8 @@ from worker.threads import Fatal, Mailbox, Ready, Signal, Stop, spawn
 
 log = structlog.get_logger()
 
+SWITCH_SECONDS = 0.0005
+"""How long the engine's thread waits for another to let go of the interpreter; a tenth of Python's default."""
 RETRY_BACKOFF_SECONDS = 1.0
 """Before a job that failed in the engine is started again, times its attempts."""
 
@@ -400,6 +402,7 @@ def main(settings: Settings, loader: Callable[[Settings], Loaded] = load) -> int
     def load_and_settle(settings: Settings) -> Loaded:
         loaded = loader(settings)
         settle_heap()
+        sys.setswitchinterval(SWITCH_SECONDS)
         return loaded
 
     worker = Worker(settings, load_and_settle)
