@@ -80,7 +80,7 @@ def run(engine: Engine, script: Script, work: list[tuple[list[int], int]], salt:
     for number, (prompt, output) in enumerate(work):
         limit = output if oracle else 256
         engine.add(
-            Request(str(number), prompt, SamplingParams(limit, temperature=0.0, ignore_eos=True), cache_salt=salt)
+            Request(str(number), prompt, SamplingParams(limit, temperature=0.0), cache_salt=salt)
         )
         script.ends[str(number)] = output
     begin = time.monotonic()
