@@ -79,9 +79,7 @@ def run(engine: Engine, script: Script, work: list[tuple[list[int], int]], salt:
     """Seconds to serve everything; the engine is told a limit of 256 unless it has the oracle."""
     for number, (prompt, output) in enumerate(work):
         limit = output if oracle else 256
-        engine.add(
-            Request(str(number), prompt, SamplingParams(limit, temperature=0.0), cache_salt=salt)
-        )
+        engine.add(Request(str(number), prompt, SamplingParams(limit, temperature=0.0), cache_salt=salt))
         script.ends[str(number)] = output
     begin = time.monotonic()
     while engine.has_work:
