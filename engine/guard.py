@@ -93,13 +93,11 @@ class Guard:
         )
         theirs.close()
         self._pipe = ours
-        try:
+        with contextlib.suppress(EOFError, OSError):  # the child died: told below, like a child that says nothing
             ours.send_bytes(self._setup)
             if ours.poll(START_SECONDS):
                 ours.recv_bytes()
                 return ours
-        except (EOFError, OSError):
-            pass
         self._stop()
         raise GuardFailed("the process that tries grammars does not start")
 
