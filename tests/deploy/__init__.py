@@ -1,0 +1,1 @@
+"""The files of deployment: read, checked and rehearsed without a container engine."""
