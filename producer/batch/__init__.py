@@ -7,7 +7,7 @@
 Run it again with the same files after a kill, and it goes on where it was: no line twice, none missing.
 """
 
-from producer.batch.report import BatchError, BatchInvalid, BatchReport, Fault, Progress
-from producer.batch.run import cancel, run
+from producer.batch.report import BatchError, BatchInvalid, BatchReport, BatchStopped, Fault, Progress
+from producer.batch.run import WINDOW, cancel, run
 
-__all__ = ["BatchError", "BatchInvalid", "BatchReport", "Fault", "Progress", "cancel", "run"]
+__all__ = ["WINDOW", "BatchError", "BatchInvalid", "BatchReport", "BatchStopped", "Fault", "Progress", "cancel", "run"]

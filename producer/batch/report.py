@@ -61,6 +61,10 @@ class BatchError(Exception):
     """A run cannot go on; what was written stays and a later run goes on from it."""
 
 
+class BatchStopped(BatchError):
+    """Told to stop before there was anything to report."""
+
+
 class BatchInvalid(BatchError):
     """The input file is not a batch; nothing was submitted.
 
