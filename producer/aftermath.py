@@ -3,9 +3,9 @@
     with after_death(job, lambda: client.job(request).cancel()):
         …                                   # what the job does
 
-RQ stops a job by SIGKILL to its work horse and the horse's process group, so that neither code of the job nor a child of it
-can clean up; a callback (`on_stopped`) would be the enqueuer's to name. So a process in a session of its own waits for the
-horse to end, and where it ended in the middle, asks RQ whether it was stopped.
+RQ stops a job by SIGKILL to its work horse and the horse's process group, so that neither code of the job nor a child
+of it can clean up; a callback (`on_stopped`) would be the enqueuer's to name. So a process in a session of its own
+waits for the horse to end, and where it ended in the middle, asks RQ whether it was stopped.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _POLL_S: Final = 0.1
 def after_death(job: Job, action: Callable[[], None]) -> Iterator[None]:
     """Run `action`, in another process, if this one is killed within the block because somebody stopped the job.
 
-    A job whose horse died for another reason is left as it is, so that its retry finds what it had begun. `action` makes
-    its own connections: it runs in a fork.
+    A job whose horse died for another reason is left as it is, so that its retry finds what it had begun. `action`
+    makes its own connections: it runs in a fork.
     """
     ours, theirs = get_context("fork").Pipe()
     watcher = get_context("fork").Process(target=_watch, args=(ours, theirs, job, action), daemon=True)

@@ -1,28 +1,31 @@
 """The stream `callbacks`, delivered: each finished job that asked for it is told to its URL.
 
-    Courier(client, keys, settings).run(50) -> Tally
+    Courier(url, keys, settings).run(50) -> {"delivered": …, "put_off": …, "dead": …}
 
-A consumer group hands the entries out; an entry is acked and deleted when its receiver has answered 2xx, when it is put off
-to a later try (a sorted set) or when it is given up (the stream `callbacks-dead`), each in one transaction. What a clerk held
-when it died is taken over after a lease. So a webhook comes at least once: twice where the clerk dies, or Redis goes, between
-the receiver's 2xx and the ack. `webhook-id` is the same then.
+A consumer group hands the entries out; an entry is acked and deleted when its receiver has answered 2xx, when it is
+put off to a later try (a sorted set) or when it is given up (the stream `callbacks-dead`), each in one transaction.
+What a clerk held when it died is taken over after a lease. So a webhook comes at least once: twice where the clerk
+dies, or Redis goes, between the receiver's 2xx and the ack. `webhook-id` is the same then.
 """
 
 from __future__ import annotations
 
+import enum
 import random
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from os import getpid
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
 import redis
 import structlog
+from redis.client import Pipeline
 from redis.exceptions import ResponseError
 
 from producer.protocol.connection import blocking_client, command_client
@@ -43,13 +46,12 @@ Post = Callable[[WebhookSettings, str, str, bytes], None]
 log = structlog.get_logger(__name__)
 
 
-@dataclass
-class Tally:
-    """What became of the callbacks of one run."""
+class Outcome(enum.StrEnum):
+    """What became of a callback."""
 
-    delivered: int = 0
-    put_off: int = 0
-    dead: int = 0
+    DELIVERED = "delivered"
+    PUT_OFF = "put_off"
+    DEAD = "dead"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,10 @@ class Callback:
 
     @property
     def host(self) -> str:
-        return urlsplit(self.url).hostname or ""
+        try:
+            return urlsplit(self.url).hostname or ""
+        except ValueError:
+            return ""
 
 
 def ensure_clerks(client: redis.Redis, keys: Keys) -> None:
@@ -93,32 +98,30 @@ class Courier:
         self._name = f"{socket.gethostname()}:{getpid()}:{secrets.token_hex(4)}"
         self._quiet: dict[str, float] = {}
         """Hosts that did not answer, and until when they are left alone."""
-        self.tally = Tally()
 
     def close(self) -> None:
         self._client.close()
         self._blocking.close()
 
     def run(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> dict[str, int]:
-        """Deliver for so long, or until `stop`; returns the tally.
+        """Deliver for so long, or until `stop`; returns how many came to which `Outcome`.
 
         Raises:
             redis.RedisError: Redis went; what was held comes again after a lease.
             ValueError: something waits, and the settings lack what its delivery needs.
         """
         ensure_clerks(self._client, self._keys)
-        end, flying = time.monotonic() + seconds, set[Future[None]]()
+        end, flying = time.monotonic() + seconds, set[Future[Outcome]]()
+        tally: Counter[str] = Counter()
         with ThreadPoolExecutor(THREADS) as pool:
             while time.monotonic() < end and not stop():
                 taken = self._take(THREADS - len(flying), idle=not flying)
                 flying |= {pool.submit(self._deliver, callback) for callback in taken}
                 done, flying = wait(flying, 0 if taken else BLOCK_MS / 1000, FIRST_COMPLETED)
-                for one in done:
-                    one.result()
-        for one in flying:
-            one.result()
+                tally.update(one.result() for one in done)
+        tally.update(one.result() for one in flying)
         self._runner.run("remove_consumer", [self._keys.callbacks], [CLERKS, self._name])
-        return asdict(self.tally)
+        return {outcome.value: tally[outcome] for outcome in Outcome}
 
     def _take(self, count: int, idle: bool) -> list[Callback]:
         """At most `count` callbacks: what is due again, what a dead clerk held, what is new. Waits only where `idle`.
@@ -141,53 +144,55 @@ class Courier:
             self._settings.check_complete()
         return [Callback.of(entry, fields) for entry, fields in entries]
 
-    def _deliver(self, callback: Callback) -> None:
+    def _deliver(self, callback: Callback) -> Outcome:
         if time.monotonic() < self._quiet.get(callback.host, 0.0):
-            self._put_off(callback, callback.attempts, min(QUIET_S, self._settings.backoff_s))
-            return
+            return self._put_off(callback, callback.attempts, self._silence_s)
         body: Any = self._client.get(self._keys.result(callback.id))
         try:
             if body is None:
                 raise Refused("the result has expired")
             self._send(self._settings, callback.url, callback.id, body)
         except Refused as refusal:
-            self._bury(callback, callback.attempts, str(refusal))
+            return self._bury(callback, callback.attempts, str(refusal))
         except Undelivered as failure:
-            self._failed(callback, failure)
-        else:
-            self._settle(callback)
-            self.tally.delivered += 1
-            log.info("callback_delivered", id=callback.id, host=callback.host, attempts=callback.attempts + 1)
+            return self._failed(callback, failure)
+        self._settle(callback)
+        log.info("callback_delivered", id=callback.id, host=callback.host, attempts=callback.attempts + 1)
+        return Outcome.DELIVERED
 
-    def _failed(self, callback: Callback, failure: Undelivered) -> None:
-        settings, attempts = self._settings, callback.attempts + 1
+    @property
+    def _silence_s(self) -> float:
+        return min(QUIET_S, self._settings.backoff_s)
+
+    def _failed(self, callback: Callback, failure: Undelivered) -> Outcome:
+        attempts, first = callback.attempts + 1, self._settings.backoff_s
         if failure.silent:
-            self._quiet[callback.host] = time.monotonic() + min(QUIET_S, settings.backoff_s)
-        if attempts >= settings.max_attempts:
-            self._bury(callback, attempts, str(failure))
-            return
-        pause = min(LONGEST_BACKOFF_S, settings.backoff_s * 3 ** (attempts - 1)) * random.uniform(1.0, 1.2)
-        log.warning("callback_failed", id=callback.id, attempts=attempts, again_in_s=round(pause, 1), why=str(failure))
-        self._put_off(callback, attempts, pause)
+            self._quiet[callback.host] = time.monotonic() + self._silence_s
+        if attempts >= self._settings.max_attempts:
+            return self._bury(callback, attempts, str(failure))
+        pause = min(LONGEST_BACKOFF_S, first * 3 ** (attempts - 1)) * random.uniform(1.0, 1.2)
+        log.warning("callback_failed", id=callback.id, attempts=attempts, again_in_s=round(pause), why=str(failure))
+        return self._put_off(callback, attempts, pause)
 
-    def _put_off(self, callback: Callback, attempts: int, seconds: float) -> None:
+    def _put_off(self, callback: Callback, attempts: int, seconds: float) -> Outcome:
         now, micros = self._client.time()
         due = now * 1000 + micros // 1000 + round(seconds * 1000)
         again = f"{attempts} {callback.id} {callback.url}"
-        self._settle(callback, ("ZADD", self._keys.callbacks_delayed, due, again))
-        self.tally.put_off += 1
+        self._settle(callback, lambda pipe: pipe.zadd(self._keys.callbacks_delayed, {again: due}))
+        return Outcome.PUT_OFF
 
-    def _bury(self, callback: Callback, attempts: int, reason: str) -> None:
-        fields = ("id", callback.id, "url", callback.url, "attempts", attempts, "reason", clean(reason))
-        self._settle(callback, ("XADD", self._keys.callbacks_dead, "MAXLEN", "~", DEAD_MAXLEN, "*", *fields))
-        self.tally.dead += 1
-        log.error("callback_dead", id=callback.id, host=callback.host, attempts=attempts, why=clean(reason))
+    def _bury(self, callback: Callback, attempts: int, reason: str) -> Outcome:
+        why = clean(reason)
+        fields: dict[Any, Any] = {"id": callback.id, "url": callback.url, "attempts": attempts, "reason": why}
+        self._settle(callback, lambda pipe: pipe.xadd(self._keys.callbacks_dead, fields, maxlen=DEAD_MAXLEN))
+        log.error("callback_dead", id=callback.id, host=callback.host, attempts=attempts, why=why)
+        return Outcome.DEAD
 
-    def _settle(self, callback: Callback, instead: Sequence[Any] = ()) -> None:
+    def _settle(self, callback: Callback, instead: Callable[[Pipeline], object] | None = None) -> None:
         """Ack and delete the entry, in one transaction with what takes its place."""
         with self._client.pipeline(transaction=True) as pipe:
-            if instead:
-                pipe.execute_command(*instead)
+            if instead is not None:
+                instead(pipe)
             pipe.xack(self._keys.callbacks, CLERKS, callback.entry)
             pipe.xdel(self._keys.callbacks, callback.entry)
             pipe.execute()

@@ -2,9 +2,10 @@
 
     rq worker --worker-class producer.clerk.ClerkWorker --serializer json --with-scheduler clerk
 
-It is RQ's worker with one duty more: the jobs in `CHORES` are always queued, scheduled or running, on the first queue that
-it listens on. Each is one RQ job with a fixed id that RQ repeats; one that failed is queued again, and any number of
-clerks may run beside each other. (`rq cron` cannot do it: it enqueues with pickle, which a worker of JSON does not read.)
+It is RQ's worker with one duty more: the jobs in `CHORES` are always queued, scheduled or running, on the first queue
+that it listens on. Each is one RQ job with a fixed id that RQ repeats; one that failed is queued again, and any
+number of clerks may run beside each other. (`rq cron` cannot do it: it enqueues with pickle, which a worker of JSON
+does not read.)
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class ClerkWorker(Worker):
         self.worker_ttl = min(self.worker_ttl, 60)
 
     def run_maintenance_tasks(self) -> None:
-        super().run_maintenance_tasks()
+        super().run_maintenance_tasks()  # type: ignore[no-untyped-call]
         for chore in CHORES:
             keep_going(self.queues[0], chore)
 

@@ -2,8 +2,8 @@
 
     clean_up(client, keys) -> {"consumers": …, "groups": …}
 
-Consumers that dead workers left behind, and groups of jobs that will never be complete. A consumer that holds entries is
-never deleted: its entries would be lost with it.
+Consumers that dead workers left behind, and groups of jobs that will never be complete. A consumer that holds entries
+is never deleted: its entries would be lost with it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from producer.protocol.keys import GROUP, RESULT_TTL_S, Keys
 from producer.protocol.lua import Runner
 
 IDLE_S: Final = 3600.0
-"""A consumer that did nothing for so long and holds nothing is gone. One that comes back is created again by its read."""
-_ENDS = (b"succeeded", b"failed", b"cancelled", b"expired")
+"""A consumer that did nothing for so long and holds nothing is gone. One that comes back is created again by its
+read."""
 
 
 def clean_up(client: redis.Redis, keys: Keys, idle_s: float = IDLE_S) -> dict[str, int]:
-    """Clean up once; returns what was removed or given a time to live. Safe beside workers, clerks and other janitors."""
+    """Clean up once; returns what was removed or given a time to live. Safe beside workers, clerks and other
+    janitors."""
     return {"consumers": _consumers(client, keys, idle_s), "groups": _groups(client, keys)}
 
 
@@ -48,8 +49,8 @@ def _consumers(client: redis.Redis, keys: Keys, idle_s: float) -> int:
 def _groups(client: redis.Redis, keys: Keys) -> int:
     """Give groups that nothing will finish the life of a finished one.
 
-    Where something waits, runs or is delayed it may belong to a group that looks abandoned, so that nothing is done then.
-    An enqueue into such a group makes it permanent again.
+    Where something waits, runs or is delayed it may belong to a group that looks abandoned, so that nothing is done
+    then. An enqueue into such a group makes it permanent again.
     """
     if any(client.xlen(lane) for lane in keys.lanes) or client.zcard(keys.delayed):
         return 0
@@ -58,4 +59,3 @@ def _groups(client: redis.Redis, keys: Keys) -> int:
         for key in client.scan_iter(match=pattern, count=1000):
             ending += client.expire(key, RESULT_TTL_S, nx=True)
     return ending
-

@@ -4,11 +4,11 @@
     queue.enqueue("producer.jobs.generate", kwargs={"prompt": "Hello", "max_tokens": 32}, retry=rq.Retry(max=3))
     queue.enqueue("producer.jobs.run_batch", kwargs={"input": "in.jsonl", "output": "out.jsonl"}, job_timeout=-1)
 
-and `rq worker --serializer json tokenmill` runs them. They only submit and wait: the model is the tokenmill worker's. Arguments
-and results are plain JSON, and torch is never imported. `docs/rq.md` has the whole of it.
+and `rq worker --serializer json tokenmill` runs them. They only submit and wait: the model is the tokenmill worker's.
+Arguments and results are plain JSON, and torch is never imported. `docs/rq.md` has the whole of it.
 
-Where a job is killed and retried, it finds its request by id and waits for that one. `REDIS`, `QUEUE` and `PREFIX` name the
-variables that say where the queue is.
+Where a job is killed and retried, it finds its request by id and waits for that one. `REDIS`, `QUEUE` and `PREFIX`
+name the variables that say where the queue is.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import orjson
@@ -69,8 +70,8 @@ def generate(
 ) -> dict[str, Any]:
     """Run one request and return its result as docs/protocol.md has it: `["choices"][0]["text"]` is the text.
 
-    Its id is the RQ job's with `.g1` behind it: a job that is retried after a crash waits for that same request, one that is
-    retried after a result that was no success submits `.g2`, and so on. `request`: as `Client.submit`.
+    Its id is the RQ job's with `.g1` behind it: a job that is retried after a crash waits for that same request, one
+    that is retried after a result that was no success submits `.g2`, and so on. `request`: as `Client.submit`.
 
     Raises:
         RequestFailed: it failed, expired or was cancelled.
@@ -82,10 +83,8 @@ def generate(
         note = {"queue": client.keys.queue, "request": mine.id, "status": "submitted"}
         _tell(job, note)
         with after_death(job, lambda: _cancel(mine.id, redis_url, queue, prefix)):
-            try:
+            with suppress(JobExists):  # submitted by this very job, before it was killed
                 client.submit(prompt, messages=messages, id=mine.id, stream=stream, **{"wait": True, **request})
-            except JobExists:
-                pass  # submitted by this job before it was killed
             result = _wait(job, mine)
         _tell(job, {**note, "status": result.status.value, "tokens": result.usage.completion_tokens})
     if not result.ok:
@@ -97,7 +96,7 @@ def run_batch(
     input: str,
     output: str,
     errors: str | None = None,
-    window: int = 512,
+    window: int = batch.WINDOW,
     *,
     redis_url: str | None = None,
     queue: str | None = None,
@@ -105,7 +104,8 @@ def run_batch(
 ) -> dict[str, int]:
     """Run a batch file, as `tokenmill batch run`; returns how many lines there are, succeeded and failed.
 
-    A job that is retried goes on where it was; one that is stopped cancels what is in flight. Paths are the RQ worker's. Give it a long `job_timeout`.
+    A job that is retried goes on where it was; one that is stopped cancels what is in flight. Paths are the RQ
+    worker's. Give it a long `job_timeout`.
 
     Raises:
         producer.batch.BatchInvalid: the file is no batch; nothing was submitted.
@@ -130,9 +130,7 @@ def run_batch(
     return {"total": report.total, "succeeded": report.succeeded, "failed": report.failed}
 
 
-def _follow(
-    job: RqJob, input: str, output: str, errors: str | None, client: Client, window: int
-) -> batch.BatchReport:
+def _follow(job: RqJob, input: str, output: str, errors: str | None, client: Client, window: int) -> batch.BatchReport:
     """Run the file; its progress goes to RQ, and a cancel in RQ stops it."""
     stop, asked, told = threading.Event(), _asked(job), -POLL_S
 
@@ -157,11 +155,10 @@ def deliver_callbacks(
     Raises:
         ValueError: a setting is missing or wrong; nothing is lost.
     """
-    job = _running()
     with _client(redis_url, queue, prefix) as client:
         courier = Courier(_url(redis_url), client.keys, WebhookSettings.of(os.environ))
         try:
-            return courier.run(seconds, _worker_stops(job))
+            return courier.run(seconds, _worker_stops(rq.get_current_job()))
         finally:
             courier.close()
 
@@ -243,14 +240,16 @@ def _asked(job: RqJob) -> Callable[[], bool]:
     return probe
 
 
-def _worker_stops(job: RqJob) -> Callable[[], bool]:
+def _worker_stops(job: RqJob | None) -> Callable[[], bool]:
     """Whether the RQ worker was asked to stop; it waits for its job."""
-    key = f"{RqWorker.redis_worker_namespace_prefix}{job.worker_name}"
-    worker = RqWorker.find_by_key(key, connection=job.connection) if job.worker_name else None
+    worker = None
+    if job is not None and job.worker_name:
+        key = f"{RqWorker.redis_worker_namespace_prefix}{job.worker_name}"
+        worker = RqWorker.find_by_key(key, connection=job.connection)
     return lambda: worker is not None and worker.shutdown_requested_date is not None
 
 
 def _tell(job: RqJob, what: dict[str, Any]) -> None:
     """Note it where `rq` and its dashboards show it."""
     job.meta["tokenmill"] = what
-    job.save_meta()
+    job.save_meta()  # type: ignore[no-untyped-call]

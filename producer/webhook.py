@@ -2,9 +2,10 @@
 
     post(settings, url, job_id, body)      # returns once the receiver has answered 2xx
 
-A job names the URL, so it is not trusted. The scheme is HTTPS and the host is on a list; the name is resolved once, all its
-addresses must be public, and the connection goes to one of these, so that a name that changes between check and use (DNS
-rebinding) gains nothing. No redirect is followed and no proxy used. Certificate, SNI and Host are the name's.
+A job names the URL, so it is not trusted. The scheme is HTTPS and the host is on a list; the name is resolved once,
+all its addresses must be public, and the connection goes to one of these, so that a name that changes between check
+and use (DNS rebinding) gains nothing. No redirect is followed and no proxy used. Certificate, SNI and Host are the
+name's.
 
 Signed as https://www.standardwebhooks.com says: HMAC-SHA256 over `<webhook-id>.<webhook-timestamp>.<body>`.
 """
@@ -125,8 +126,8 @@ def _secret(word: str) -> bytes:
 
 
 def is_public(address: str) -> bool:
-    """False for private, loopback, link-local, shared (CGNAT), multicast and reserved addresses, and for those of IPv6 that
-    carry such a one of IPv4 (mapped, 6to4, Teredo, NAT64)."""
+    """False for private, loopback, link-local, shared (CGNAT), multicast and reserved addresses, and for those of
+    IPv6 that carry such a one of IPv4 (mapped, 6to4, Teredo, NAT64)."""
     return all(one.is_global and not one.is_multicast and not one.is_reserved for one in _inside(address))
 
 
