@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Final, Self
 from urllib.parse import urlsplit
 
@@ -32,7 +33,8 @@ from urllib3.exceptions import HTTPError
 
 HTTPS_ONLY = frozenset({"https"})
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-_SITE_LOCAL = ipaddress.ip_network("fec0::/10")
+_ALSO_INSIDE = [ipaddress.ip_network(net) for net in ("192.0.0.0/24", "192.88.99.0/24", "fec0::/10", "3fff::/20")]
+"""Special by IANA's registries, and global to some of the Python versions that we run on."""
 GONE: Final = 410
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -128,7 +130,10 @@ def _secret(word: str) -> bytes:
 def is_public(address: str) -> bool:
     """False for private, loopback, link-local, shared (CGNAT), multicast and reserved addresses, and for those of
     IPv6 that carry such a one of IPv4 (mapped, 6to4, Teredo, NAT64)."""
-    return all(one.is_global and not one.is_multicast and not one.is_reserved for one in _inside(address))
+    return all(
+        one.is_global and not one.is_multicast and not one.is_reserved and not any(one in net for net in _ALSO_INSIDE)
+        for one in _inside(address)
+    )
 
 
 def _inside(address: str) -> Iterator[Address]:
@@ -146,7 +151,7 @@ def _inside(address: str) -> Iterator[Address]:
         yield ip.sixtofour
     if ip.teredo is not None:
         yield from ip.teredo
-    yield ipaddress.IPv6Address("::1") if ip in _SITE_LOCAL else ip
+    yield ip
 
 
 @dataclass(frozen=True)
@@ -278,7 +283,7 @@ def post(settings: WebhookSettings, url: str, job_id: str, body: bytes) -> None:
         left = max(0.1, end - time.monotonic())
         with _connect(addresses, target.port, left) as connected, _cut_off(connected, left):
             status = _status(settings, target, connected, headers, body)
-    except (OSError, HTTPError) as error:
+    except (OSError, HTTPError, HTTPException) as error:
         raise Undelivered(f"{target.host}: {error}", silent=True) from error
     if status == GONE:
         raise Refused(f"{target.host} answered {status}")
