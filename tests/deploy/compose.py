@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from tests.deploy.dockerfile import Builder, Image, interpreter
+from tests.deploy.dockerfile import Builder, Image
 from tests.deploy.sandbox import Box, Boxed, new_root
 from tests.support import eventually, free_port
 
@@ -223,7 +223,7 @@ class Stack:
         user = str(service.get("user", image.user))
         return Box(
             image.root,
-            mounts=(*interpreter(), *(self._volume(text) for text in service.get("volumes", ()))),
+            mounts=(*self.builder.mounts, *(self._volume(text) for text in service.get("volumes", ()))),
             tmpfs=tuple(service.get("tmpfs", ())),
             read_only=service.get("read_only", False),
             uid=int(user) if user.isdecimal() else 999,

@@ -86,6 +86,9 @@ class Builder:
             line for line in (context / ".dockerignore").read_text().split("\n") if line and not line.startswith("#")
         ]
         self.built: dict[str, Image] = {}
+        link = (_packages(folder / "linked"), LINKED, False)
+        self.mounts = (*interpreter(), link) if linked else (*interpreter(), *network_mounts())
+        """What each box sees besides its image."""
 
     def build(self, target: str) -> Image:
         """The image of a stage.
@@ -106,7 +109,7 @@ class Builder:
         pip = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"} if self.linked else network_environ()
         return Box(
             image.root,
-            mounts=interpreter() if self.linked else (*interpreter(), *network_mounts()),
+            mounts=self.mounts,
             read_only=False,
             environ={**image.environ, **image.args, **pip, "HOME": "/root", "LANG": "C.UTF-8"},
             folder=image.folder,
@@ -117,6 +120,8 @@ class Builder:
         if stage.base not in self.stages:
             bin_folder = new_root(root) / BASE_BIN.lstrip("/")
             bin_folder.mkdir(parents=True)
+            if self.linked:
+                _hurry(bin_folder)
             (bin_folder / "python").symlink_to(Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}"))
             return Image(root, {"PATH": f"{BASE_BIN}:/usr/bin:/bin"})
         base = self.build(stage.base)
@@ -204,16 +209,37 @@ def network_environ() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if kept.match(name)}
 
 
+def _hurry(folder: Path) -> None:
+    """Compilers that leave out optimising, which is most of the time that the kernels take."""
+    for name in ("gcc", "g++"):
+        script = folder / name
+        script.write_text(f'#!/bin/sh\nexec /usr/bin/{name} "$@" -O0\n')
+        script.chmod(0o755)
+
+
 def _link(root: Path) -> None:
-    """Let the image's virtual environment see the packages that are installed here, all but our own and pip."""
+    """Let the image's virtual environment look into `LINKED`."""
     for site in (root / "opt/tokenmill/lib").glob("python*/site-packages"):
-        if (site / "linked.pth").exists():
-            continue
-        for old in [*site.glob("setuptools*"), *site.glob("distutils*"), *site.glob("pkg_resources")]:
-            shutil.rmtree(old) if old.is_dir() else old.unlink()  # it would hide the newer one
-        linked = root / LINKED.lstrip("/")
-        linked.mkdir(exist_ok=True)
-        for package in Path(sysconfig.get_path("purelib")).iterdir():
-            if package.suffix != ".pth" and not re.match(r"_*(editable_*)?tokenmill|pip\b", package.name):
-                (linked / package.name).symlink_to(package)
-        (site / "linked.pth").write_text(f"{LINKED}\n")
+        if not (site / "linked.pth").exists():
+            for old in [*site.glob("setuptools*"), *site.glob("distutils*"), *site.glob("pkg_resources")]:
+                shutil.rmtree(old) if old.is_dir() else old.unlink()  # it would hide the newer one
+            (site / "linked.pth").write_text(f"{LINKED}\n")
+            for script in Path(sysconfig.get_path("scripts")).iterdir():
+                _link_script(script, site.parents[2] / "bin" / script.name)
+
+
+def _link_script(script: Path, target: Path) -> None:
+    """A command of an installed package, for the interpreter of the image."""
+    first, _, rest = script.read_bytes().partition(b"\n")
+    if re.fullmatch(rb"#!.*python3?", first) and script.name != "tokenmill" and not target.exists():
+        target.write_bytes(b"#!/opt/tokenmill/bin/python\n" + rest)
+        target.chmod(0o755)
+
+
+def _packages(folder: Path) -> Path:
+    """A folder with links to the packages that are installed here, all but our own and pip."""
+    folder.mkdir(parents=True)
+    for package in Path(sysconfig.get_path("purelib")).iterdir():
+        if package.suffix != ".pth" and not re.match(r"_*(editable_*)?tokenmill|pip\b", package.name):
+            (folder / package.name).symlink_to(package)
+    return folder

@@ -1,0 +1,127 @@
+"""The compose stack, rehearsed: images built by the Dockerfile's steps, services started as the compose file says."""
+
+from __future__ import annotations
+
+import runpy
+import zipfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import redis
+import rq
+from rq.serializers import JSONSerializer
+
+from producer.client import Client
+from tests.deploy.compose import Stack, dotenv, seconds, stack
+from tests.deploy.dockerfile import Builder
+from tests.support import REDIS_SERVER, eventually
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.model, pytest.mark.redis_server, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Builder:
+    """What the Dockerfile builds, with the packages that are installed here instead of downloads."""
+    return Builder(ROOT, tmp_path_factory.mktemp("images"), {"TORCH_INDEX": ""}, linked=True)
+
+
+@pytest.fixture(scope="module")
+def compose(images: Builder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The stack as a newcomer has it: `.env` made by deploy/env.py, the default profile; all of it healthy."""
+    if REDIS_SERVER is None:
+        pytest.skip("no redis-server on this machine")
+    filled = runpy.run_path(str(ROOT / "deploy" / "env.py"))["filled"]
+    environ = dotenv(filled((ROOT / ".env.example").read_text())) | {"KV_CACHE_MEMORY": "64MiB"}
+    with stack(ROOT, tmp_path_factory.mktemp("stack"), environ, images) as one:
+        one.up()
+        for name in one.containers:
+            one.wait_healthy(name)
+        yield one
+
+
+def url(compose: Stack, role: str) -> str:
+    """Redis as producers on the same machine reach it: through the published port."""
+    password = compose.environ[f"REDIS_{role.upper()}_PASSWORD"]
+    return f"redis://{role}:{password}@127.0.0.1:{compose.ports['redis', '6379']}/0"
+
+
+def test_the_steps_of_the_dockerfile_install_a_worker_with_its_kernels(images: Builder) -> None:
+    image = images.build("worker")
+    (wheel,) = (images.built["wheel"].root / "wheels").glob("tokenmill-*.whl")
+    inside = zipfile.ZipFile(wheel).namelist()
+    assert any(name.startswith("kernels/_native") for name in inside)
+    assert "producer/protocol/finalise.lua" in inside
+    assert not any(name.startswith(("tests/", "bench/")) for name in inside)
+    done = images.box(image).run(["python", "-c", "from kernels import native; print(native.__file__, native.library())"], 60)
+    assert done.stdout.startswith("/opt/tokenmill/"), done.stdout
+    assert "CDLL" in done.stdout, "the kernels load"
+
+
+def test_a_producer_image_knows_no_torch(images: Builder) -> None:
+    ran = "\n".join(images.build("producer-build").ran)
+    assert "torch" not in ran
+    listed = (images.build("producer-build").root / "src" / "requirements.txt").read_text()
+    assert "torch" not in listed
+    assert "rq" in listed
+
+
+def test_the_services_without_a_profile_come_up_and_pass_their_health_checks(compose: Stack) -> None:
+    assert set(compose.containers) == {"redis", "worker", "clerk"}
+    assert all(container.health for containers in compose.containers.values() for container in containers)
+
+
+def test_redis_is_durable_and_open_to_nobody_without_a_password(compose: Stack) -> None:
+    with closing(redis.Redis(port=compose.ports["redis", "6379"])) as nobody, pytest.raises(redis.AuthenticationError):
+        nobody.ping()
+    with closing(redis.Redis.from_url(url(compose, "operator"))) as operator:
+        told = operator.info()
+    assert told["aof_enabled"] == 1
+    assert told["maxmemory_policy"] == "noeviction"
+    assert told["maxmemory"] == 2**30
+    assert list((compose.folder / "volumes" / "redis-data").rglob("*.aof"))
+
+
+def test_a_demo_producer_gets_its_text_and_ends(compose: Stack) -> None:
+    status, said = compose.run("demo-producer")
+    assert status == 0, said
+    assert len(said.split()) > 10
+
+
+def test_the_clerk_runs_a_job_that_a_service_enqueued_with_rq(compose: Stack) -> None:
+    with closing(redis.Redis.from_url(url(compose, "clerk"))) as connection:
+        queue = rq.Queue("tokenmill", connection=connection, serializer=JSONSerializer)
+        job = queue.enqueue("producer.jobs.generate", kwargs={"prompt": "One, two,", "max_tokens": 4})
+        eventually(lambda: job.get_status() in ("finished", "failed"), timeout=60)
+        assert job.return_value()["status"] == "succeeded"
+
+
+def test_two_workers_share_the_queue_and_stopping_the_stack_loses_no_job(compose: Stack) -> None:
+    compose.scale("worker", 2)
+    compose.wait_healthy("worker")
+    with Client(url(compose, "client")) as client:
+        jobs = [client.submit(f"{n} and", max_tokens=40, ignore_eos=True) for n in range(48)]
+        eventually(lambda: client.redis.exists(client.keys.result(jobs[0].id)), timeout=60)
+        stopped = compose.stop("worker", "clerk")
+        assert stopped == {"worker": [0, 0], "clerk": [0]}
+        undone = sum(not client.redis.exists(client.keys.result(job.id)) for job in jobs)
+        assert sum(client.redis.xlen(lane) for lane in client.keys.lanes) == undone
+    assert compose.stop() == {"redis": [0]}
+
+    compose.up()  # on the volumes that the first life left
+    with Client(url(compose, "client")) as client:
+        results = [client.job(job.id).result(timeout=90) for job in jobs]
+    assert {result.status for result in results} == {"succeeded"}
+    assert len({result.worker for result in results}) >= 2
+    statuses = compose.stop()
+    assert list(statuses) == ["clerk", "worker", "redis"]
+    assert {status for one in statuses.values() for status in one} == {0}
+
+
+def test_a_worker_may_drain_longer_than_it_takes(compose: Stack) -> None:
+    for name in ("worker", "worker-gpu"):
+        service = compose.services[name]
+        drain = float(service["environment"]["TOKENMILL_DRAIN_SECONDS"])
+        assert seconds(service["stop_grace_period"]) > drain + 5
