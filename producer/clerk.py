@@ -36,14 +36,15 @@ CHORES: Final = (Chore("deliver_callbacks", 1, 180), Chore("janitor", 300, 180))
 
 
 class ClerkWorker(Worker):
-    """RQ's worker, which looks after the chores whenever it does its own maintenance, four times a minute."""
+    """RQ's worker, which looks after the chores whenever it does its own maintenance, every ten seconds or so."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # A clerk that was killed is noticed by the end of its job's heartbeat, which is a minute after the last one.
+        # An idle worker looks up from its queue when its ttl, less 15 s, is over. A clerk that was killed is noticed by
+        # the end of its job's heartbeat, which is a minute and this interval after the last one.
+        self.worker_ttl = min(self.worker_ttl, 25)
         self.job_monitoring_interval = min(self.job_monitoring_interval, 10)
-        self.maintenance_interval = min(self.maintenance_interval, 15)
-        self.worker_ttl = min(self.worker_ttl, 60)
+        self.maintenance_interval = min(self.maintenance_interval, 10)
 
     def run_maintenance_tasks(self) -> None:
         super().run_maintenance_tasks()  # type: ignore[no-untyped-call]

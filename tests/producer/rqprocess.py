@@ -32,7 +32,7 @@ class RqProcess:
         with self.log_file.open("wb") as out:
             self.popen = subprocess.Popen(
                 [*command, "--name", self.name, *options, *names], env={**os.environ, **given, **environ},
-                stdout=out, stderr=out,
+                stdout=out, stderr=out, start_new_session=True,
             )  # fmt: skip
 
     @property
@@ -50,9 +50,9 @@ class RqProcess:
         os.kill(eventually(lambda: self.horse), signal.SIGKILL)
 
     def kill(self) -> None:
-        """SIGKILL of the worker and of its horse, as when their container goes."""
+        """SIGKILL of the worker, its scheduler and its horse, as when their container goes."""
         horse = self.horse
-        self.popen.kill()
+        os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
         if horse is not None:
             os.kill(horse, signal.SIGKILL)
@@ -65,10 +65,10 @@ class RqProcess:
 class Rq:
     """One queue of RQ, and the workers that were started for it."""
 
-    def __init__(self, queue: Queue, folder: Path) -> None:
+    def __init__(self, queue: Queue, folder: Path, name: str | None = None) -> None:
         self.queue, self._folder = queue, folder
         self.redis = Redis.from_url(queue.url)
-        self.jobs = rq.Queue(f"rq{secrets.token_hex(4)}", connection=self.redis, serializer=JSONSerializer)
+        self.jobs = rq.Queue(name or f"rq{secrets.token_hex(4)}", connection=self.redis, serializer=JSONSerializer)
         self._processes: list[RqProcess] = []
 
     def worker(self, *options: str, **environ: str) -> RqProcess:
@@ -94,8 +94,8 @@ class Rq:
 
 
 @contextmanager
-def rq_on(queue: Queue, folder: Path) -> Iterator[Rq]:
-    found = Rq(queue, folder)
+def rq_on(queue: Queue, folder: Path, name: str | None = None) -> Iterator[Rq]:
+    found = Rq(queue, folder, name)
     try:
         yield found
     finally:
