@@ -1,4 +1,4 @@
-"""Make `.env` from `.env.example`, a fresh password in each empty `…_PASSWORD=`. An `.env` that is there is left alone."""
+"""Make `.env` from `.env.example`, a fresh password in each empty `…_PASSWORD=`. One that is there stays."""
 
 from __future__ import annotations
 

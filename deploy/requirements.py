@@ -1,6 +1,6 @@
-"""Print what pip is to install for some extras of pyproject.toml, this package itself left out: `requirements.py worker`.
+"""Print what pip is to install for extras of pyproject.toml, this package itself left out: `requirements.py worker`.
 
-So that an image has its dependencies in a layer of their own. torch is left out, too: it comes from an index of its own.
+So that an image has its dependencies in a layer of their own. Nor is torch there: it comes from another index.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`python -m worker.probe`: can the worker on this machine do work now? For the health checks of containers.
 
-Asks `/readyz` on the port of `TOKENMILL_HTTP_PORT`. Exit 0: ready; 1: not, and why; 2: the variable is missing or wrong.
+Asks `/readyz` on the port of `TOKENMILL_HTTP_PORT`. Exit 0: ready; 1: not, and why; 2: the variable is wrong.
 Only the standard library, since it runs every few seconds; no proxy of the environment is asked.
 """
 

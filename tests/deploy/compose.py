@@ -1,9 +1,9 @@
 """A small reading of the Compose specification, enough to rehearse `docker-compose.yml` without an engine.
 
-Each service runs as local processes, each in a box (sandbox.py) with the file system of its image (dockerfile.py), the
-volumes, the environment, the command and the user that the file gives it. The network is this machine's loopback: where a
-service's host name and port (`redis:6379`) stand in a command or a variable there is a free port of 127.0.0.1 instead, and
-so for a service's own ports, which it lists under `ports` or `expose`.
+Each service runs as local processes, each in a box (sandbox.py) with the file system of its image (dockerfile.py) and
+the volumes, environment, command and user that the file gives it. The network is this machine's loopback: where a
+service's host name and port (`redis:6379`) stand in a command or a variable there is a free port of 127.0.0.1 instead,
+and so for a service's own ports, which it lists under `ports` or `expose`.
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ class Stack:
     def up(self, *names: str) -> None:
         """Start services, those without a profile by default, and first what they depend on."""
         active = set(self.environ.get("COMPOSE_PROFILES", "").split(","))
-        for name in names or [n for n, s in self.services.items() if not s.get("profiles") or active & set(s["profiles"])]:
+        for name in names or [
+            n for n, s in self.services.items() if not s.get("profiles") or active & set(s["profiles"])
+        ]:
             self._start_all(name)
 
     def scale(self, name: str, count: int) -> None:
@@ -143,6 +145,8 @@ class Stack:
         container = self._start(name, command)
         status = container.process.wait(timeout)
         self.containers[name].remove(container)
+        if not self.containers[name]:
+            del self.containers[name]
         return status, container.log.read_text()
 
     def stop(self, *names: str) -> dict[str, list[int]]:
@@ -154,7 +158,7 @@ class Stack:
         """Wait until every container of a service passes its health check."""
         for container in self.containers[name]:
             if container.health:
-                eventually(container.healthy, HEALTHY_WITHIN, interval=0.3)
+                eventually(container.healthy, HEALTHY_WITHIN, interval=0.5)
 
     # ── how ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -48,7 +48,7 @@ def parse(text: str) -> list[Stage]:
 
 
 def ignored(path: str, patterns: list[str]) -> bool:
-    """Whether `.dockerignore` keeps a file of the context out: the last pattern that fits it or a folder above it counts."""
+    """Whether `.dockerignore` keeps a file of the context out: the last pattern that fits it or a folder above counts."""
     out = False
     parts = path.split("/")
     for pattern in patterns:
@@ -127,7 +127,14 @@ class Builder:
         base = self.build(stage.base)
         shutil.copytree(base.root, root, symlinks=True)
         return Image(
-            root, dict(base.environ), dict(base.args), base.folder, base.user, base.command, base.healthcheck, [*base.ran]
+            root,
+            dict(base.environ),
+            dict(base.args),
+            base.folder,
+            base.user,
+            base.command,
+            base.healthcheck,
+            [*base.ran],
         )
 
     def _step(self, image: Image, word: str, rest: str) -> None:

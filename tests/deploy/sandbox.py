@@ -1,7 +1,8 @@
 """A process in a file system of its own, through bubblewrap: what a container is made of, without an engine.
 
-It sees `/usr` of this machine, read-only, and what is mounted for it, at the paths where a container would have it. It has an
-environment of its own, a process id space, no capabilities and no way to new privileges; the network is this machine's.
+It sees `/usr` of this machine, read-only, and what is mounted for it, at the paths where a container would have it. It
+has an environment of its own, a process id space, no capabilities and no way to new privileges; the network is this
+machine's.
 """
 
 from __future__ import annotations
@@ -52,8 +53,25 @@ class Box:
         """The command line that runs `argv` inside."""
         if BWRAP is None:
             raise RuntimeError("bubblewrap is not installed")
-        line = [BWRAP, "--unshare-user", "--uid", str(self.uid), "--gid", str(self.uid), "--unshare-pid", "--unshare-ipc"]
-        line += ["--unshare-uts", "--hostname", self.hostname, "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+        line = [
+            BWRAP,
+            "--unshare-user",
+            "--uid",
+            str(self.uid),
+            "--gid",
+            str(self.uid),
+            "--unshare-pid",
+            "--unshare-ipc",
+        ]
+        line += [
+            "--unshare-uts",
+            "--hostname",
+            self.hostname,
+            "--die-with-parent",
+            "--new-session",
+            "--cap-drop",
+            "ALL",
+        ]
         line += ["--bind", str(self.root), "/", "--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev"]
         line += ["--ro-bind", "/sys", "/sys"]
         for source, target, writable in self.mounts:

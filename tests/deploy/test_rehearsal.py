@@ -14,8 +14,9 @@ import rq
 from rq.serializers import JSONSerializer
 
 from producer.client import Client
-from tests.deploy.compose import Stack, dotenv, seconds, stack
+from tests.deploy.compose import Stack, dotenv, stack
 from tests.deploy.dockerfile import Builder
+from tests.deploy.sandbox import BWRAP
 from tests.support import REDIS_SERVER, eventually
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,8 @@ pytestmark = [pytest.mark.model, pytest.mark.redis_server, pytest.mark.timeout(3
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Builder:
     """What the Dockerfile builds, with the packages that are installed here instead of downloads."""
+    if BWRAP is None:
+        pytest.skip("no bubblewrap on this machine: install it, the rehearsal runs in its boxes")
     return Builder(ROOT, tmp_path_factory.mktemp("images"), {"TORCH_INDEX": ""}, linked=True)
 
 
@@ -34,7 +37,7 @@ def compose(images: Builder, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     if REDIS_SERVER is None:
         pytest.skip("no redis-server on this machine")
     filled = runpy.run_path(str(ROOT / "deploy" / "env.py"))["filled"]
-    environ = dotenv(filled((ROOT / ".env.example").read_text())) | {"KV_CACHE_MEMORY": "64MiB"}
+    environ = dotenv(filled((ROOT / ".env.example").read_text())) | {"KV_CACHE_MEMORY": "64MiB", "RQ_WORKERS": "1"}
     with stack(ROOT, tmp_path_factory.mktemp("stack"), environ, images) as one:
         one.up()
         for name in one.containers:
@@ -55,7 +58,9 @@ def test_the_steps_of_the_dockerfile_install_a_worker_with_its_kernels(images: B
     assert any(name.startswith("kernels/_native") for name in inside)
     assert "producer/protocol/finalise.lua" in inside
     assert not any(name.startswith(("tests/", "bench/")) for name in inside)
-    done = images.box(image).run(["python", "-c", "from kernels import native; print(native.__file__, native.library())"], 60)
+    done = images.box(image).run(
+        ["python", "-c", "from kernels import native; print(native.__file__, native.library())"], 60
+    )
     assert done.stdout.startswith("/opt/tokenmill/"), done.stdout
     assert "CDLL" in done.stdout, "the kernels load"
 
@@ -69,7 +74,7 @@ def test_a_producer_image_knows_no_torch(images: Builder) -> None:
 
 
 def test_the_services_without_a_profile_come_up_and_pass_their_health_checks(compose: Stack) -> None:
-    assert set(compose.containers) == {"redis", "worker", "clerk"}
+    assert set(compose.containers) == {"redis", "worker", "clerk", "rq-worker"}
     assert all(container.health for containers in compose.containers.values() for container in containers)
 
 
@@ -90,38 +95,30 @@ def test_a_demo_producer_gets_its_text_and_ends(compose: Stack) -> None:
     assert len(said.split()) > 10
 
 
-def test_the_clerk_runs_a_job_that_a_service_enqueued_with_rq(compose: Stack) -> None:
+def test_what_a_service_enqueues_with_rq_is_run_and_the_clerk_keeps_its_chores(compose: Stack) -> None:
     with closing(redis.Redis.from_url(url(compose, "clerk"))) as connection:
         queue = rq.Queue("tokenmill", connection=connection, serializer=JSONSerializer)
         job = queue.enqueue("producer.jobs.generate", kwargs={"prompt": "One, two,", "max_tokens": 4})
         eventually(lambda: job.get_status() in ("finished", "failed"), timeout=60)
         assert job.return_value()["status"] == "succeeded"
+        eventually(lambda: connection.exists("rq:job:clerk-default-deliver_callbacks"), timeout=30)
 
 
 def test_two_workers_share_the_queue_and_stopping_the_stack_loses_no_job(compose: Stack) -> None:
     compose.scale("worker", 2)
     compose.wait_healthy("worker")
     with Client(url(compose, "client")) as client:
-        jobs = [client.submit(f"{n} and", max_tokens=40, ignore_eos=True) for n in range(48)]
-        eventually(lambda: client.redis.exists(client.keys.result(jobs[0].id)), timeout=60)
-        stopped = compose.stop("worker", "clerk")
-        assert stopped == {"worker": [0, 0], "clerk": [0]}
-        undone = sum(not client.redis.exists(client.keys.result(job.id)) for job in jobs)
+        ids = [client.submit(f"{n} and", max_tokens=24, ignore_eos=True).id for n in range(32)]
+        eventually(lambda: any(client.redis.exists(client.keys.result(one)) for one in ids), timeout=60)
+        first = compose.stop("worker", "rq-worker", "clerk")
+        assert first == {"rq-worker": [0], "clerk": [0], "worker": [0, 0]}
+        undone = sum(not client.redis.exists(client.keys.result(one)) for one in ids)
         assert sum(client.redis.xlen(lane) for lane in client.keys.lanes) == undone
     assert compose.stop() == {"redis": [0]}
 
-    compose.up()  # on the volumes that the first life left
+    compose.up("worker")  # on the volumes that the first life left
     with Client(url(compose, "client")) as client:
-        results = [client.job(job.id).result(timeout=90) for job in jobs]
+        results = [client.job(one).result(timeout=90) for one in ids]
     assert {result.status for result in results} == {"succeeded"}
     assert len({result.worker for result in results}) >= 2
-    statuses = compose.stop()
-    assert list(statuses) == ["clerk", "worker", "redis"]
-    assert {status for one in statuses.values() for status in one} == {0}
-
-
-def test_a_worker_may_drain_longer_than_it_takes(compose: Stack) -> None:
-    for name in ("worker", "worker-gpu"):
-        service = compose.services[name]
-        drain = float(service["environment"]["TOKENMILL_DRAIN_SECONDS"])
-        assert seconds(service["stop_grace_period"]) > drain + 5
+    assert list(compose.stop().items()) == [("worker", [0]), ("redis", [0])]

@@ -1,0 +1,240 @@
+"""The files of deployment, read: what must hold before anything is started."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from producer import probe as producer_probe
+from tests.deploy.compose import ComposeError, dotenv, interpolate, load, seconds
+from tests.deploy.dockerfile import ignored, parse
+from tests.support import RedisServer, free_port
+from worker import probe as worker_probe
+from worker.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = (ROOT / "docker-compose.yml").read_text()
+EXAMPLE = (ROOT / ".env.example").read_text()
+FILLED = runpy.run_path(str(ROOT / "deploy" / "env.py"))["filled"](EXAMPLE)
+SERVICES: dict[str, dict[str, Any]] = load(ROOT, dotenv(FILLED))
+STAGES = {stage.name: stage for stage in parse((ROOT / "Dockerfile").read_text())}
+
+
+def test_the_compose_file_is_valid_under_the_specifications_schema() -> None:
+    text = (
+        importlib.resources.files("check_jsonschema").joinpath("builtin_schemas/vendor/compose-spec.json").read_text()
+    )
+    model = yaml.safe_load(COMPOSE)
+    jsonschema.validate(model, json.loads(text))
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**model, "services": {"redis": {"imagine": "redis"}}}, json.loads(text))
+
+
+def test_nothing_starts_without_passwords_and_none_has_a_default() -> None:
+    passwords = set(re.findall(r"\$\{(\w+_PASSWORD)", COMPOSE))
+    assert {f"REDIS_{role}_PASSWORD" for role in ("CLIENT", "WORKER", "CLERK", "OPERATOR", "PRODUCER")} == passwords
+    for name in passwords:
+        assert not re.search(rf"\$\{{{name}(?!:\?)", COMPOSE), f"{name} has a default or is optional"
+        with pytest.raises(ComposeError, match=name):
+            load(ROOT, {**dotenv(FILLED), name: ""})
+
+
+def test_the_example_names_each_variable_of_the_compose_file_with_its_default() -> None:
+    used = dict(re.findall(r"\$\{(\w+)(?::?-([^}]*))?", COMPOSE))
+    named = dict(re.findall(r"^#?(\w+)=(.*)$", EXAMPLE, re.MULTILINE))
+    assert set(used) | {"COMPOSE_PROFILES"} == set(named)
+    shown = {name: value for name, value in named.items() if name not in ("COMPOSE_PROFILES",)}
+    assert shown == used
+
+
+def test_every_service_is_confined() -> None:
+    for name, service in SERVICES.items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert not service.get("privileged"), name
+        build = service.get("build")
+        user = service.get("user") if build is None else _user(build["target"])
+        assert user not in (None, "0", "root"), f"{name} runs as root"
+        for port in service.get("ports", ()):
+            assert port.startswith("127.0.0.1:"), f"{name} is open to other machines"
+
+
+def _user(target: str) -> str | None:
+    users = [rest for word, rest in STAGES[target].steps if word == "USER"]
+    base = STAGES[target].base
+    return users[-1] if users else _user(base) if base in STAGES else None
+
+
+def test_every_service_that_stays_has_a_health_check_and_restarts() -> None:
+    for name, service in SERVICES.items():
+        stays = "demo" not in service.get("profiles", ())
+        assert ("healthcheck" in service) == stays, name
+        assert service["restart"] == ("unless-stopped" if stays else "no"), name
+
+
+def test_images_of_others_are_pinned_to_a_release() -> None:
+    for name, service in SERVICES.items():
+        if "build" not in service:
+            assert re.fullmatch(r"[a-z/]+:\d+\.\d+\.\d+(-\w+)?", service["image"]), name
+        else:
+            assert service["build"]["target"] in STAGES, name
+
+
+def test_a_worker_is_given_more_time_than_its_drain() -> None:
+    for name in ("worker", "worker-gpu"):
+        given = SERVICES[name]["environment"]
+        settings = Settings.model_validate(
+            {
+                field: given[f"TOKENMILL_{field.upper()}"]
+                for field in Settings.model_fields
+                if f"TOKENMILL_{field.upper()}" in given
+            }
+        )
+        assert seconds(SERVICES[name]["stop_grace_period"]) > settings.drain_seconds + 5
+        assert str(settings.http_port) in SERVICES[name]["expose"]
+
+
+def test_redis_keeps_what_it_accepted() -> None:
+    options = " ".join(SERVICES["redis"]["command"])
+    for wanted in ("--appendonly yes", "--appendfsync everysec", "--maxmemory-policy noeviction", "--maxmemory 1gb"):
+        assert wanted in options
+
+
+def test_the_gpu_profile_reserves_one_device_and_is_off_by_default() -> None:
+    service = SERVICES["worker-gpu"]
+    assert service["profiles"] == ["gpu"]
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", 1, ["gpu"])
+    assert service["environment"]["TOKENMILL_REDIS"] == SERVICES["worker"]["environment"]["TOKENMILL_REDIS"]
+
+
+def test_commands_and_checks_of_the_images_are_in_exec_form() -> None:
+    for stage in STAGES.values():
+        for word, rest in stage.steps:
+            if word in ("CMD", "ENTRYPOINT"):
+                assert json.loads(rest), f"{stage.name}: {word} {rest}"
+            if word == "HEALTHCHECK":
+                assert json.loads(rest[rest.index("CMD ") + 4 :]) == SERVICES["worker"]["healthcheck"]["test"][1:]
+
+
+def test_the_build_context_is_what_the_dockerfile_copies() -> None:
+    patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    for path in ("producer/protocol/start.lua", "kernels/csrc/native.cpp", "pyproject.toml", "deploy/requirements.py"):
+        assert not ignored(path, patterns), path
+    for path in (
+        ".env",
+        ".git/config",
+        "tests/support.py",
+        "worker/__pycache__/x.pyc",
+        "kernels/_native.so",
+        "deploy/env.py",
+    ):
+        assert ignored(path, patterns), path
+
+
+def test_requirements_of_an_image_are_those_of_the_project_without_torch() -> None:
+    command = [sys.executable, "deploy/requirements.py", "worker"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    assert any(line.startswith("transformers") for line in lines)
+    assert any(line.startswith("redis[hiredis]") for line in lines)
+    assert not any(line.startswith("torch") for line in lines)
+
+
+def test_an_env_file_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
+    main = runpy.run_path(str(ROOT / "deploy" / "env.py"))["main"]
+    (tmp_path / ".env.example").write_text(EXAMPLE)
+    assert main(tmp_path) == 0
+    made = (tmp_path / ".env").read_text()
+    values = dotenv(made)
+    assert len(set(values.values())) == 5
+    assert all(len(value) >= 32 for value in values.values())
+    assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o600
+    assert main(tmp_path) == 1
+    assert (tmp_path / ".env").read_text() == made
+
+
+@pytest.mark.parametrize("password", ["", "short", "change-me-worker", "sixteen characters", "sixteen:chars:and#"])
+def test_redis_refuses_to_start_with_a_weak_password(tmp_path: Path, password: str) -> None:
+    script, rules = ROOT / "deploy" / "redis-start.sh", ROOT / "deploy" / "redis-users.acl"
+    environ = {**os.environ, **dotenv(FILLED), "REDIS_WORKER_PASSWORD": password, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        ["sh", str(script), str(rules), "--port", "0"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "REDIS_WORKER_PASSWORD" in done.stderr
+    assert not password or password not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("$A ${A} $$A", "1 1 $A"),
+        ("${B-x} ${B:-y} ${E-x} ${E:-y}", "x y  y"),
+        ("${A:+set} ${E:+set} ${E+set} ${B+set}", "set  set "),
+        ("${A:?no} ${E?no}", "1 "),
+    ],
+)
+def test_variables_are_put_in_as_compose_does(text: str, wanted: str) -> None:
+    assert interpolate({"k": [text]}, {"A": "1", "E": ""}) == {"k": [wanted]}
+
+
+class _Answer(BaseHTTPRequestHandler):
+    status = 200
+
+    def do_GET(self) -> None:
+        self.send_response(self.status if self.path == "/readyz" else 404)
+        self.end_headers()
+        self.wfile.write(b"said\n")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_the_workers_probe_says_what_readyz_says(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = HTTPServer(("127.0.0.1", 0), type("Answer", (_Answer,), {"status": status}))
+    Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("TOKENMILL_HTTP_PORT", str(server.server_port))
+    try:
+        assert worker_probe.probe(server.server_port) == (status == 200, "said")
+        assert worker_probe.main() == (0 if status == 200 else 1)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_the_workers_probe_fails_where_nobody_answers_or_no_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert worker_probe.probe(free_port())[0] is False
+    for wrong in ("", "0", "x", "70000"):
+        monkeypatch.setenv("TOKENMILL_HTTP_PORT", wrong)
+        assert worker_probe.main() == 2
+
+
+@pytest.mark.redis_server
+def test_the_clerks_probe_fails_without_a_worker_of_its_host(
+    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RQ_REDIS_URL", own_redis.url)
+    assert producer_probe.main() == 1
+    own_redis.kill()
+    assert producer_probe.main() == 1

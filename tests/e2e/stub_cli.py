@@ -1,0 +1,13 @@
+"""`python -m tests.e2e.stub_cli …`: the `tokenmill` command, whose workers have a fake engine."""
+
+from __future__ import annotations
+
+from worker import service
+
+if __name__ == "__main__":
+    from producer.cli import main as tokenmill
+    from tests.worker.fake_process import load
+
+    serve = service.main
+    service.main = lambda settings: serve(settings, load)
+    tokenmill()
