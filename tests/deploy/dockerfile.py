@@ -48,7 +48,7 @@ def parse(text: str) -> list[Stage]:
 
 
 def ignored(path: str, patterns: list[str]) -> bool:
-    """Whether `.dockerignore` keeps a file of the context out: the last pattern that fits it or a folder above counts."""
+    """Whether `.dockerignore` keeps a file of the context out: the last pattern that fits counts."""
     out = False
     parts = path.split("/")
     for pattern in patterns:

@@ -121,4 +121,5 @@ def test_two_workers_share_the_queue_and_stopping_the_stack_loses_no_job(compose
         results = [client.job(one).result(timeout=90) for one in ids]
     assert {result.status for result in results} == {"succeeded"}
     assert len({result.worker for result in results}) >= 2
+    compose.wait_healthy("worker")
     assert list(compose.stop().items()) == [("worker", [0]), ("redis", [0])]

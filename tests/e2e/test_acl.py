@@ -20,7 +20,7 @@ from producer.protocol.keys import Keys
 from producer.protocol.replies import CancelReply
 from tests.producer.mini import Queue as MiniQueue
 from tests.producer.rqprocess import rq_on
-from tests.support import eventually, free_port
+from tests.support import RedisServer, eventually, free_port
 from tests.worker.fakes import FakeEngine
 from tests.worker.harness import Queue, inside
 
@@ -219,3 +219,30 @@ def test_a_worker_cannot_see_or_change_the_server(roles: dict[str, redis.Redis])
         ("XGROUP", "DESTROY", KEYS.lane("low"), "workers"), ("EVAL", "return 1", "0"), ("SUBSCRIBE", "x"),
     ):  # fmt: skip
         refused(roles["worker"], *command)
+
+
+def test_a_restart_with_these_rules_keeps_what_scripts_and_transactions_wrote(tmp_path: Path) -> None:
+    rules = tmp_path / "users.acl"
+    shutil.copy(FILE, rules)
+    server = RedisServer(tmp_path, free_port(), options=("--aclfile", str(rules)))
+    url = f"redis://client:change-me-client@127.0.0.1:{server.port}/0"
+    server.spawn()
+    with Client(url, "guarded") as client:
+        eventually(lambda: _answers(client))
+        job = client.submit("x", max_tokens=3)
+        later = client.submit("x", max_tokens=3, delay=600)
+        client.redis.pipeline(transaction=True).set(KEYS.cancel("j"), "user").set(KEYS.cancel("k"), "user").execute()
+    server.stop()
+    server.spawn()
+    with Client(url, "guarded") as client:
+        eventually(lambda: _answers(client))
+        assert client.redis.hget(KEYS.job(job.id), "state") == b"queued"
+        assert client.redis.exists(KEYS.delayed_job(later.id), KEYS.cancel("j"), KEYS.cancel("k")) == 3
+    server.kill()
+
+
+def _answers(client: Client) -> bool:
+    try:
+        return bool(client.redis.ping())
+    except redis.ConnectionError:
+        return False
