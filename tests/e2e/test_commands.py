@@ -216,10 +216,10 @@ def _exists(words: list[str]) -> None:
         goals = [word for word in words[1:] if "=" not in word]
         assert set(goals) <= targets, f"make {goals}"
     elif words[:2] == ["docker", "compose"]:
-        asked = {
-            word.partition("=")[0].partition(":")[0] for word in words if word in services or "=" in word or ":" in word
-        }
-        assert all(word in services for word in asked if re.fullmatch(r"[a-z-]+", word)), f"no such service: {asked}"
+        plain = [word for word in words[3:] if not word.startswith("-")]
+        plain = plain[:1] if words[2] in ("exec", "run") else plain  # what follows is a command
+        plain = [word.partition("=")[0].partition(":")[0] for word in plain if not word.startswith(".")]
+        assert set(plain) <= services, f"no such service: {set(plain) - services}"
     else:
         files = [word for word in words if re.fullmatch(r"(\w[\w-]*/)+[\w.-]+\.\w+", word)]
         assert all((ROOT / file).exists() for file in files), f"no such file: {files}"
