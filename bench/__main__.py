@@ -14,6 +14,7 @@ import torch
 import typer
 
 from bench import attention as attention_bench
+from bench import growth as growth_bench
 from bench import measure, offline, queued
 from bench import pressure as pressure_bench
 from bench import publish as publish_bench
@@ -107,6 +108,15 @@ def quality(
 ) -> None:
     """Perplexity of fp32, bf16 and int8 on the same text, and how far the latter two are from the first."""
     quality_bench.report(model, windows, length)
+
+
+@app.command()
+def growth(
+    folder: Annotated[Path, typer.Option(help="Where the pictures go.")] = Path("docs/images"),
+    model: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "smollm2-135m",
+) -> None:
+    """Decode speed and step overhead over running sequences, context and waiting jobs, as tables and pictures."""
+    growth_bench.report(model, folder)
 
 
 @app.command()
