@@ -64,6 +64,12 @@ def test_every_exit_status_is_explained() -> None:
         )
 
 
+def test_every_variable_of_the_clerk_is_documented() -> None:
+    sources = [ROOT / "producer" / name for name in ("jobs.py", "clerk.py", "webhook.py")]
+    for name in {name for path in sources for name in re.findall(r"TOKENMILL_[A-Z_]+", path.read_text())}:
+        assert f"| `{name}` |" in OPERATIONS, f"docs/operations.md lacks {name}"
+
+
 def test_no_document_names_a_private_path() -> None:
     for page in PAGES:
         assert not re.search(r"(?<![\w.])/(work|home|root)/", page.read_text()), (

@@ -113,6 +113,14 @@ class Keys:
     def callbacks(self) -> str:
         return f"{self.root}callbacks"
 
+    @property
+    def callbacks_delayed(self) -> str:
+        return f"{self.root}callbacks-delayed"
+
+    @property
+    def callbacks_dead(self) -> str:
+        return f"{self.root}callbacks-dead"
+
     def quota(self, tenant: str) -> str:
         return f"{self.root}quota:{tenant}"
 
