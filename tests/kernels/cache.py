@@ -81,15 +81,18 @@ class Cache:
         an absolute cap * 2^-21 (a tanh made of one division). An error e in scores moves the weights by a factor e^±e
         above and below the fraction line, and exp itself by 4 u; the weighted sum and the total add up one term after
         the other, within a tile and over tiles. An output is a mean of V under these weights, so all of it is relative
-        to the largest |V|. bf16 (u = 2^-8) rounds the output, and the weights where `rounded_weights`, whose exp is
-        then good to 2^-18 only.
+        to the largest |V|. bf16 (u = 2^-8) and fp16 (u = 2^-11) round the output, and the weights where
+        `rounded_weights`, whose exp is then good to 2^-18 only; weights too small for fp16 are off by up to 2^-25 of
+        the largest, each.
         """
         u, dim, n = 2.0**-24, self.spec.head_dim, self.lengths[s]
         norms = self.q[s].float().norm(dim=-1).max() * self.k[s].float().norm(dim=-1).max()
         score = (dim + 2) * u * float(norms) * self.spec.head_dim**-0.5 + (softcap or 0.0) * 2.0**-21
         relative = 2 * (score + 4 * u) + 2 * (128 + n // 128 + 4) * u
+        rounding = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}.get(self.spec.dtype, 0.0)
         if rounded_weights:
-            relative += 2.0**-8 + 2.0**-17
-        if self.spec.dtype == torch.bfloat16:
-            relative += 2.0**-8
+            relative += rounding + 2.0**-17
+        if rounded_weights and self.spec.dtype == torch.float16:
+            relative += n * 2.0**-25
+        relative += rounding
         return relative * float(self.v[s].float().abs().max())
