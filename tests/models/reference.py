@@ -41,8 +41,8 @@ class Reference:
         return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits).float()
 
 
-def near_ties(ids: Sequence[int], want: Sequence[int], logits: Tensor) -> int:
-    """0 if the ids are equal, 1 if they part where the reference's two highest logits are closer than `GAP`.
+def near_ties(ids: Sequence[int], want: Sequence[int], logits: Tensor, least: float = GAP) -> int:
+    """0 if the ids are equal, 1 if they part where the reference's two highest logits are closer than `least`.
 
     Raises:
         AssertionError: they part elsewhere.
@@ -51,7 +51,7 @@ def near_ties(ids: Sequence[int], want: Sequence[int], logits: Tensor) -> int:
         if ours != theirs:
             top = logits[i].topk(2).values
             gap = float(top[0] - top[1])
-            assert gap < GAP, f"token {i}: {ours} instead of {theirs}, with a gap of {gap:.2g}"
+            assert gap < least, f"token {i}: {ours} instead of {theirs}, with a gap of {gap:.2g}"
             print(f"near-tie at token {i}: gap {gap:.2g}")
             return 1
     return 0
