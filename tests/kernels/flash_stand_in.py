@@ -10,6 +10,7 @@ table that is too short, a longest length that is not, memory off a 16-byte boun
 from __future__ import annotations
 
 import math
+from importlib.machinery import ModuleSpec
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +26,7 @@ class FlashStandIn:
     """Put an instance in the place of the module `flash_attn`."""
 
     __version__ = "2.8.3"
+    __spec__ = ModuleSpec("flash_attn", None)  # others look whether it is there
 
     def __init__(self, device_type: str = "cpu") -> None:
         """`device_type` is what counts as the GPU."""

@@ -16,10 +16,28 @@ GAP = 1e-4
 class Reference:
     """A transformers model in fp32 with its eager attention."""
 
+    weights: dict[str, Tensor]
+
     def __init__(self, path: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
         self.model.generation_config.eos_token_id = None
         self.model.config.eos_token_id = None
+
+    @classmethod
+    def of_gguf(cls, path: Path) -> Reference:
+        """With the weights that transformers itself reads from a GGUF file; they are kept as `weights`."""
+        from transformers import AutoConfig
+        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        config._attn_implementation = "eager"
+        made = object.__new__(cls)
+        made.model = AutoModelForCausalLM.from_config(config).float().eval()
+        made.weights = load_gguf_checkpoint(path, return_tensors=True, model_to_load=made.model)["tensors"]
+        missing, unexpected = made.model.load_state_dict(made.weights, strict=False)
+        assert (missing, unexpected) == (["lm_head.weight"], [])
+        made.model.generation_config.eos_token_id = made.model.config.eos_token_id = None
+        return made
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> Tensor:
