@@ -16,7 +16,6 @@ from engine.policy import PreemptionCost
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
 from kernels.attention import AttentionBackend, get_backend
-from kernels.linear import bucket
 
 log = structlog.get_logger()
 
@@ -69,7 +68,7 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
         host=host,
         block_size=config.block_size,
         eos_token_ids=loaded.generation.eos_token_ids,
-        bucket=bucket if loaded.device.type == "cpu" else lambda rows: rows,
+        bucket=loaded.bucket,
     )
     engine = Engine(
         config,
