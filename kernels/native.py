@@ -131,11 +131,11 @@ def _load() -> tuple[Any | None, str]:
     if path is None:
         return None, "the compiled kernels are not installed"
     found = ctypes.CDLL(str(path))
+    if found.tm_version() != _VERSION:  # first of all: another version may lack some of the functions
+        return None, "the compiled kernels are of another version: install the package again"
     for name, arguments in _SIGNATURES.items():
         getattr(found, name).argtypes = arguments
         getattr(found, name).restype = c_int if name in _RETURN_INT else None
-    if found.tm_version() != _VERSION:
-        return None, "the compiled kernels are of another version: install the package again"
     if not found.tm_choose(len(INSTRUCTION_SETS)):
         return None, "the compiled kernels need a CPU with AVX2"
     parallel = _gomp_parallel()

@@ -68,6 +68,7 @@ def load(settings: Settings) -> Loaded:
         memory_bytes=settings.kv_cache_memory,
         swap_bytes=settings.swap_space,
         swap_file=settings.swap_file,
+        attention=settings.attention,
     )
     try:
         engine, model = build_engine(settings.model_options(), settings.engine_config(), cache)

@@ -66,6 +66,10 @@ class Settings(BaseModel):
     backend: Literal["auto", "fused", "transformers"] = Field(
         default="auto", description="Our fused decoder, or transformers' own model code over our attention."
     )
+    attention: Literal["auto", "flash", "cpu", "reference"] = Field(
+        default="auto",
+        description="Attention kernels; auto: flash (flash-attn) on a GPU that has it, cpu on a CPU, else reference.",
+    )
     quantize: Literal["none", "int8"] = Field(
         default="none", description="int8: 8-bit products in the fused decoder on the CPU; faster, a little less exact."
     )
@@ -83,12 +87,16 @@ class Settings(BaseModel):
         default=None, ge=1, description="Most output tokens a job gets. Default: what the context leaves."
     )
     kv_cache_memory: Size | None = Field(
-        default=None, ge=1, description="Memory of the KV pool, such as 2GiB. Default: 2GiB."
+        default=None,
+        ge=1,
+        description="Memory of the KV pool, such as 2GiB. Default: 2GiB; on a GPU 80 % of what the model leaves free.",
     )
     num_kv_blocks: int | None = Field(
         default=None, ge=1, description="KV pool in blocks, instead of --kv-cache-memory."
     )
-    block_size: int = Field(default=16, ge=1, description="Tokens in a KV block.")
+    block_size: int | None = Field(
+        default=None, ge=1, description="Tokens in a KV block. Default: 16; 256 with flash attention, which needs that."
+    )
     swap_space: Size = Field(
         default=1 << 30,
         ge=0,
@@ -191,7 +199,7 @@ class Settings(BaseModel):
         return EngineConfig(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            block_size=self.block_size,
+            block_size=self.block_size or 0,
             prefix_caching=self.enable_prefix_caching,
             max_overtakes=self.max_overtakes,
             aging_seconds=self.aging_seconds,

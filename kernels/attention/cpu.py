@@ -66,11 +66,10 @@ class CpuBackend(AttentionBackend):
 
     name: ClassVar[str] = "cpu"
     page_multiple: ClassVar[int] = _PAGE
+    device_types: ClassVar[tuple[str, ...]] = ("cpu",)
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
-        if spec.device.type != "cpu":
-            raise ValueError(f"the cpu backend does not run on {spec.device}")
         if spec.dtype not in native.DTYPES:
             raise ValueError(f"the cpu backend has no {spec.dtype}")
         if spec.head_dim % 16 or not 16 <= spec.head_dim <= _MAX_DIM:
