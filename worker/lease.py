@@ -85,14 +85,17 @@ class Keeper:
         self._also()
 
     def renew(self) -> None:
-        """Renew all leases; who was lost is dropped at once, without a word to Redis."""
+        """Renew all leases; who was lost is dropped at once, without a word to Redis.
+
+        Of a job whose end is under way, the reply to that end tells.
+        """
         sent = time.monotonic()
         jobs = self._held.all()
         lost = set(self._scripts.renew([job.ref for job in jobs]))
         for job in jobs:
             if job.ref not in lost:
                 job.lease_until = sent + self._settings.lease_seconds
-            elif self._held.forget(job.handle) is not None:
+            elif not job.ending and self._held.forget(job.handle) is not None:
                 self._loop.telemetry.leases_lost.inc()
                 log.warning("job_lost", id=job.id, lane=job.lane, entry=job.entry, fence=job.fence)
                 self._loop.post(Drop(job.handle))

@@ -191,8 +191,7 @@ class Scripts:
         reply = self._runner.run("publish", batch.streams, batch.args)
         refused = []
         for number, why, last in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
-            job_id, fence, n = batch.owners[number]
-            refused.append(classify(job_id, fence, n, why.decode("utf-8", "replace"), last.decode()))
+            refused.append(classify(*batch.owner(number), why.decode("utf-8", "replace"), last.decode()))
         return refused
 
     def finalise(
