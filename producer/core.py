@@ -153,7 +153,7 @@ def backoff() -> Generator[float, None, None]:
 
 def stream_steps(keys: Keys, job_id: str, from_id: str, deadline: Deadline, block_ms: int) -> Steps[Event]:
     """Follow a job's events until `final`. Where the stream has expired, the result key stands in for it."""
-    reader, out = StreamReader(from_id), keys.out(job_id)
+    reader, out = StreamReader(_event_id(from_id)), keys.out(job_id)
     block: int | None = None
     raw: bytes | None = None
     while True:
@@ -174,6 +174,18 @@ def stream_steps(keys: Keys, job_id: str, from_id: str, deadline: Deadline, bloc
             raw = (yield Get([keys.result(job_id)]))[0]
         # Result and final event are written at once: with the result seen, the rest of the stream is there to be read.
         block = None if raw is not None else deadline.block_ms(block_ms)
+
+
+def _event_id(text: str) -> str:
+    """The ID of an event, or `0` for the beginning.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    parts = text.split("-")
+    if len(parts) > 2 or not all(part.isascii() and part.isdigit() and int(part) < 1 << 64 for part in parts):
+        raise ValueError(f"from_id: must be the id of an event such as 1-7, or 0 for the beginning, not {text[:64]!r}")
+    return text
 
 
 def result_steps(keys: Keys, job_id: str, deadline: Deadline, block_ms: int) -> Steps[Result]:

@@ -93,6 +93,8 @@ class Job:
     max_attempts: int = 1
     strict: bool = False
     """Whether its producer named a cap on its starts."""
+    marked: bool = False
+    """Whether Redis knows that it is being read, see `blame.py`."""
     suspect: bool = False
     """Whether it runs alone, see `blame.py`."""
     stay: int = field(default_factory=itertools.count().__next__)
@@ -128,6 +130,8 @@ class Job:
     cancel_reason: str | None = None
     cancel_seen_at: float | None = None
     """`time.monotonic()` when its cancel key was first seen."""
+    over: bool = False
+    """Whether all of it is computed; only its end is still to be written."""
     ending: bool = False
     """Whether its end is being written right now: then it is no loss that Redis has the entry no more."""
 

@@ -23,6 +23,7 @@ from producer.protocol.result import Result, Status
 from producer.protocol.scripts import (
     DeadLetter,
     Ending,
+    EndOptions,
     Refused,
     Scripts,
     Started,
@@ -38,6 +39,8 @@ from worker.results import Answer, Results, fault, gave_up
 
 log = structlog.get_logger()
 
+ENDINGS = 64
+"""Results written in one round trip."""
 RETRY_SECONDS = 0.5
 """Between two tries while Redis takes nothing."""
 
@@ -158,6 +161,7 @@ class Publisher:
         dead = None
         if error is not None and error.code is ErrorCode.GAVE_UP:
             dead = DeadLetter(error.code, error.message, job.attempt, job.body)
+        job.over = True
         self._last_words[job.handle] = LastWord(result, dead)
         self._pending[job.handle] = job
 
@@ -179,10 +183,9 @@ class Publisher:
             if get(job.handle) is not job:
                 self._settle(job)
             elif job.lease_until > now:
-                (ending if job.handle in self._last_words else speaking).append(job)
+                (ending if job.over else speaking).append(job)
+        self._finalise(ending)  # first: a reader waits for nothing longer than for the end
         self._publish(speaking)
-        for job in ending:
-            self._finalise(job, self._last_words[job.handle])
         return not self._pending
 
     def _settle(self, job: Job) -> None:
@@ -200,9 +203,7 @@ class Publisher:
                     add(job_id, fence, chunk.n or 0, chunk.index, chunk.text, len(chunk.token_ids))
                 else:
                     add(job_id, fence, *self._event(job, chunk))
-        refused = {
-            one.job_id: one for one in reversed(self._scripts.publish(batch)) if one.why is not Why.REPEAT
-        }
+        refused = {one.job_id: one for one in reversed(self._scripts.publish(batch)) if one.why is not Why.REPEAT}
         for job in jobs:
             if refused and job.id in refused:
                 self._after_refusal(job, refused[job.id])
@@ -220,36 +221,41 @@ class Publisher:
             self._contact.failed("publish", redis.ResponseError(refused.last_id))
             job.confirm(below=refused.n)
 
-    def _write_end(self, job: Job, last: LastWord) -> Ending:
+    def _finalise(self, jobs: list[Job]) -> None:
+        """All endings in one round trip, a bounded number at a time."""
+        for at in range(0, len(jobs), ENDINGS):
+            some = jobs[at : at + ENDINGS]
+            for job in some:
+                job.ending = True
+            ends = [(job.ref, job.who, self._last_words[job.handle].result, self._options(job)) for job in some]
+            try:
+                endings = self._scripts.end_all(ends)
+            except redis.RedisError:
+                for job in some:
+                    job.ending = False
+                raise
+            for job, ending in zip(some, endings, strict=True):
+                self._after_end(job, ending)
+
+    def _options(self, job: Job) -> EndOptions:
+        dead = self._last_words[job.handle].dead
         if not job.started:
             prompt_tokens = job.prompt_tokens or 0
-            return self._scripts.answer(
-                job.ref, job.who, last.result, prompt_tokens=prompt_tokens, callback=job.callback, dead=last.dead
-            )
-        return self._scripts.finalise(
-            job.ref,
-            job.who,
-            last.result,
-            fence=job.fence,
-            published=job.confirmed if job.who.stream else 0,
-            events=[TokenWrite(*self._event(job, chunk)) for chunk in job.number_chunks()],
-            callback=job.callback,
-            dead=last.dead,
-        )
+            return {"fence": None, "prompt_tokens": prompt_tokens, "callback": job.callback, "dead": dead}
+        return {
+            "fence": job.fence,
+            "published": job.confirmed if job.who.stream else 0,
+            "events": [TokenWrite(*self._event(job, chunk)) for chunk in job.number_chunks()],
+            "callback": job.callback,
+            "dead": dead,
+        }
 
-    def _finalise(self, job: Job, last: LastWord) -> None:
-        job.ending = True
-        try:
-            ending = self._write_end(job, last)
-        except redis.RedisError:
+    def _after_end(self, job: Job, ending: Ending) -> None:
+        if ending in (Ending.GONE, Ending.LOST):
             job.ending = False
-            raise
-        if ending is Ending.GONE:
-            job.ending = False
-            self._start_again(job)
-        elif ending is Ending.LOST:
-            self._lose(job)
+            (self._start_again if ending is Ending.GONE else self._lose)(job)
         else:
+            last = self._last_words[job.handle]
             self._held.forget(job.handle)
             self._settle(job)
             self._count_end(job, last, ending)

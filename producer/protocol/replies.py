@@ -33,6 +33,8 @@ class Delivery(NamedTuple):
     lane: str
     entry: str
     fields: dict[bytes, bytes]
+    again: bool = False
+    """Whether somebody held it before and handed it back."""
 
 
 class StartStatus(enum.StrEnum):
@@ -43,6 +45,8 @@ class StartStatus(enum.StrEnum):
     EXPIRED = "EXPIRED"
     SPENT = "SPENT"
     """It was started `max_attempts` times already, and has had its start alone if it is a suspect."""
+    CAPPED = "CAPPED"
+    """Its tenant has as many running jobs as it may; the entry is handed back already."""
     DUP = "DUP"
     LOST = "LOST"
 

@@ -148,7 +148,9 @@ def soak(server: RedisServer, model: Path, jobs: int, rounds: int, slack: int, s
     assert max(ours) - ours[0] < slack, run.memory
     assert max(redis) - redis[0] < 1 << 20, run.memory
     early, last = run.books[: (rounds + 1) // 2], run.books[-1]
-    grown = {path: (known, last[path]) for path in last if last[path] > (known := max(b[path] for b in early)) * 1.1 + 100}
+    grown = {
+        path: (known, last[path]) for path in last if last[path] > (known := max(b[path] for b in early)) * 1.1 + 100
+    }
     assert not grown
 
 
