@@ -153,7 +153,7 @@ def backoff() -> Generator[float, None, None]:
 
 def stream_steps(keys: Keys, job_id: str, from_id: str, deadline: Deadline, block_ms: int) -> Steps[Event]:
     """Follow a job's events until `final`. Where the stream has expired, the result key stands in for it."""
-    reader, out = StreamReader(_event_id(from_id)), keys.out(job_id)
+    reader, out = StreamReader(from_id), keys.out(job_id)
     block: int | None = None
     raw: bytes | None = None
     while True:
@@ -176,7 +176,7 @@ def stream_steps(keys: Keys, job_id: str, from_id: str, deadline: Deadline, bloc
         block = None if raw is not None else deadline.block_ms(block_ms)
 
 
-def _event_id(text: str) -> str:
+def check_event_id(text: str) -> str:
     """The ID of an event, or `0` for the beginning.
 
     Raises:

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- The one ending of an entry that the caller holds: result, rest of the text, final event, bookkeeping, ack and delete.
--- KEYS lane job result cancel out high normal low dead callbacks quota group group-out running
+-- KEYS lane job result cancel out high normal low dead callbacks quota group group-out running reading
 -- ARGV consumer-group entry consumer lane-name id fence published status json stream result-ttl stream-ttl group callback
 --      prompt-tokens dead-code dead-reason dead-attempts dead-body dead-truncated dead-maxlen
 --      tenant, then six an event: n index text tokens token-ids logprobs
@@ -29,6 +29,7 @@ if fence ~= '' then
 end
 
 if fence == '' then
+  redis.call('HDEL', KEYS[15], name .. ' ' .. entry)
   local same = redis.call('HMGET', job, 'lane', 'entry')
   if same[1] ~= name or same[2] ~= entry then reset(job) end
   open({ job = job, out = out, worker = consumer, prompt_tokens = ARGV[15], group_name = ARGV[13], tenant = ARGV[22] })

@@ -249,7 +249,8 @@ class Scripts:
             raise ValueError("an answer without START has no choices")
         keys, group, tenant = self.keys, job.group or "", job.tenant or ""
         names = [keys.lane(ref.lane), *self._of(job.id), *keys.lanes, keys.dead, keys.callbacks]
-        names += [keys.quota(tenant), keys.group(group), keys.group_out(group), keys.running(tenant)]
+        names += [keys.quota(tenant), keys.group(group), keys.group_out(group)]
+        names += [keys.running(tenant), keys.reading]
         args: list[Any] = [GROUP, ref.entry, self.consumer, ref.lane, job.id, _or_empty(fence)]
         args += [how.get("published", 0), result.status.value, result.to_json(), "1" if job.stream else "0"]
         args += [self.result_ttl_s, self.stream_ttl_s, group, how.get("callback") or "", how.get("prompt_tokens", 0)]
