@@ -28,8 +28,8 @@ if fence ~= '' then
   if last_fence < tonumber(fence) or last_n < tonumber(ARGV[7]) then return 'GONE' end
 end
 
+redis.call('HDEL', KEYS[15], name .. ' ' .. entry)
 if fence == '' then
-  redis.call('HDEL', KEYS[15], name .. ' ' .. entry)
   local same = redis.call('HMGET', job, 'lane', 'entry')
   if same[1] ~= name or same[2] ~= entry then reset(job) end
   open({ job = job, out = out, worker = consumer, prompt_tokens = ARGV[15], group_name = ARGV[13], tenant = ARGV[22] })
