@@ -94,3 +94,10 @@ def test_every_failure_names_tests_that_exist_or_its_limit() -> None:
         named = re.findall(r"`(test_\w+)`", text)
         assert named or "Limit:" in text, f"row {number} shows nothing"
         assert set(named) <= written, f"row {number} names {set(named) - written}"
+
+
+def test_every_test_that_operations_names_exists() -> None:
+    code = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", OPERATIONS))
+    assert len(named) > 40
+    assert {name for name in named if f"def {name}(" not in code} == set()

@@ -144,8 +144,8 @@ class Settings(BaseModel):
     sweep_seconds: float | None = Field(
         default=None,
         gt=0,
-        description="How often to look for jobs that were handed back or whose worker died. "
-        "Default: 2, or half a shorter lease.",
+        description="How often to look for jobs whose worker died; what was handed back is found at once. "
+        "Default: half a lease.",
     )
     drain_seconds: float = Field(
         default=25, ge=0, description="After SIGTERM, how long running jobs may take before they are handed back."
@@ -166,6 +166,9 @@ class Settings(BaseModel):
     # Logs
     log_format: Literal["console", "json"] = Field(default="console", description="Shape of the log on stderr.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
+    log_prompts: bool = Field(
+        default=False, description="Log the body of every job as it is read: prompts, which else are in no log."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -177,8 +180,8 @@ class Settings(BaseModel):
 
     @property
     def sweep_every(self) -> float:
-        """Seconds between two sweeps: short, so that what another worker hands back does not lie idle."""
-        return min(2.0, self.lease_seconds / 2) if self.sweep_seconds is None else self.sweep_seconds
+        """Seconds between two sweeps."""
+        return self.lease_seconds / 2 if self.sweep_seconds is None else self.sweep_seconds
 
     @property
     def lease_ms(self) -> int:

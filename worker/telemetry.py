@@ -48,6 +48,13 @@ class Tally:
         self.counts[bisect_left(self.bounds, seconds)] += 1
         self.total += seconds
 
+    def add_all(self, many: Sequence[float]) -> None:
+        """Several observations at once, for a third of the price."""
+        bounds, counts = self.bounds, self.counts
+        for seconds in many:
+            counts[bisect_left(bounds, seconds)] += 1
+        self.total += sum(many)
+
     def family(self, name: str, text: str) -> HistogramMetricFamily:
         labels = [*(repr(bound) for bound in self.bounds), "+Inf"]
         return HistogramMetricFamily(

@@ -50,6 +50,12 @@ def test_a_stream_resumes_after_any_event_without_gap_or_repeat(client: Client, 
         assert list(job.stream(from_id=event.id, timeout=5)) == whole[at + 1 :]
 
 
+@pytest.mark.parametrize("from_id", ["x", "", "1-2-3", "-1", "$", "1-", "²", str(1 << 64)])
+def test_a_stream_resumes_from_an_event_or_says_what_is_wrong(client: Client, from_id: str) -> None:
+    with pytest.raises(ValueError, match="from_id"):
+        client.job("any").stream(from_id=from_id)
+
+
 def test_events_come_while_the_job_runs(client: Client, worker: MiniWorker) -> None:
     pieces = client.submit("one HOLD two").text(timeout=10)
     assert next(pieces) == "one "
