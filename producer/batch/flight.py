@@ -79,6 +79,8 @@ class Flights:
         self._looked = 0.0
         self._full_until = 0.0
         self._may_forget = True
+        self._reached = False
+        """Redis has answered once; who cannot reach it at all is told at once."""
         self._entries: list[str] = []
 
     def __len__(self) -> int:
@@ -163,9 +165,11 @@ class Flights:
         give_up, pauses = time.monotonic() + OUTAGE_S, backoff()
         while True:
             try:
-                return call()
+                answer = call()
+                self._reached = True
+                return answer
             except (*REDIS_DOWN, OutOfMemoryError):
-                if time.monotonic() > give_up:
+                if not self._reached or time.monotonic() > give_up:
                     raise
             if self._stop.wait(next(pauses)):
                 raise BatchStopped("stopped while Redis was away")

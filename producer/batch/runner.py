@@ -173,9 +173,10 @@ class _Run:
         waiting: list[Ready] = []
         self._tell()
         try:
-            more = True
-            while (more or len(self._flights)) and not self._stop.is_set():
+            while not self._stop.is_set():
                 more = self._fill(ready, waiting)
+                if not more and not len(self._flights):
+                    break
                 self._write()
                 if time.monotonic() - self._synced > SYNC_S:
                     self._sync()
