@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -34,6 +35,8 @@ class Batch:
         self._start_worker = worker
         self.worker = worker()
         self.run: subprocess.Popen[bytes] | None = None
+        self.killed = 0
+        """How often the run was killed before its end."""
 
     def start(self) -> subprocess.Popen[bytes]:
         output, errors = self.outputs
@@ -71,7 +74,7 @@ class Batch:
     def _kill_run(self) -> None:
         assert self.run is not None
         self.run.kill()
-        self.run.wait()
+        self.killed += self.run.wait() == -signal.SIGKILL
 
     def close(self) -> None:
         for process in (self.worker, self.run):
@@ -121,6 +124,7 @@ def suffer(tmp_path: Path, queue: Queue, seed: int, count: int, strikes: int) ->
         batch.suffer(rng, strikes)
         check_whole([one["custom_id"] for one in requests], *batch.outputs)
         check_texts(batch)
+        assert batch.killed
         assert (queue.depth(), queue.pending()) == (0, 0)
     finally:
         batch.close()
@@ -135,3 +139,55 @@ def test_a_batch_survives_kill_9_of_everybody(tmp_path: Path, own: Queue) -> Non
 @pytest.mark.parametrize("seed", range(10, 20))
 def test_a_long_batch_survives_kill_9_of_everybody(tmp_path: Path, own: Queue, seed: int) -> None:
     suffer(tmp_path, own, seed, count=5000, strikes=12)
+
+
+def test_bodies_of_any_size_are_answered_by_the_worker_and_stop_nobody(tmp_path: Path, own: Queue) -> None:
+    large = {"large": 2_000_000, "larger": 20_000_000, "small": 10}
+    requests = [request(name, "x" * size, model="fake", max_tokens=2) for name, size in large.items()]
+    batch = Batch(tmp_path, own, requests, lambda: Process(own.url, own.keys.queue, tmp_path).popen)
+    try:
+        assert batch.start().wait(60) == 1
+        check_whole(large, *batch.outputs)
+        codes = {line["custom_id"]: line["response"]["status_code"] for line in read(batch.outputs[1])}
+        assert codes == {"large": 413, "larger": 413}
+    finally:
+        batch.close()
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.timeout(1200)
+def test_a_batch_on_the_real_model_survives_kill_9_of_everybody(tmp_path: Path, own: Queue) -> None:
+    """Greedy texts do not depend on what ran beside them or before a kill."""
+    rng = random.Random(3)
+    systems = [f"You are assistant number {number}, and you answer in one short sentence." for number in range(4)]
+    requests = []
+    for number in range(500):
+        messages = [
+            {"role": "system", "content": systems[rng.randrange(4)]},
+            {"role": "user", "content": f"What is {rng.randrange(10)} + {rng.randrange(10)}?"},
+        ]
+        requests.append(request(f"id-{number}", url=CHAT, messages=messages, model=None, temperature=0, max_tokens=6))
+
+    def worker() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "producer.cli", "worker", "--model", "smollm2-135m", "--redis", own.url]
+        command += ["--queue", own.keys.queue, "--kv-cache-memory", "256MiB", "--lease-seconds", "2"]
+        with (tmp_path / "worker.log").open("ab") as log:
+            return subprocess.Popen(command, stderr=log)
+
+    batch = Batch(tmp_path, own, requests, worker)
+    try:
+        batch.suffer(rng, 6)
+        check_whole([one["custom_id"] for one in requests], *batch.outputs)
+        lines = {line["custom_id"]: line["response"]["body"] for line in read(batch.outputs[0])}
+        assert len(lines) == 500
+        texts: dict[str, set[str]] = {}
+        for one in requests:
+            text = lines[one["custom_id"]]["choices"][0]["message"]["content"]
+            texts.setdefault(str(one["body"]["messages"]), set()).add(text)
+        assert all(len(equal) == 1 for equal in texts.values())
+        assert len(texts) < 400
+        cached = sum(body["usage"]["prompt_tokens_details"]["cached_tokens"] for body in lines.values())
+        assert cached > 0
+    finally:
+        batch.close()

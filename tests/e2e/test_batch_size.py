@@ -78,8 +78,8 @@ def test_a_million_lines_run_in_flat_memory(tmp_path: Path, own: Queue) -> None:
     early = seen[len(seen) // 10]
     most, redis = max(one[1] for one in seen), max(one[2] for one in seen)
     print(
-        f"{LINES} lines: checked in {first - begun:.1f} s, {LINES / (end - first):.0f} lines/s, RSS {early[1] >> 20} MiB "
-        f"early and {most >> 20} MiB at most, Redis {redis >> 20} MiB at most"
+        f"{LINES} lines: checked in {first - begun:.1f} s, {LINES / (end - first):.0f} lines/s, RSS {early[1] >> 20} "
+        f"MiB early and {most >> 20} MiB at most, Redis {redis >> 20} MiB at most"
     )
     assert most < early[1] + (24 << 20)
     assert most < 160 << 20
