@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -123,13 +124,16 @@ def _files(
     for path in (output, errors):
         if path is not None:
             _check_output(path, source_path)
-    with ExitStack() as opened:
-        source = opened.enter_context(Source(source_path, output.parent))
-        index = Validator(source, stop).index()
-        opened.callback(index.close)
-        outputs = opened.enter_context(Outputs(output, errors, source.digest))
-        outputs.recover(index)
-        yield Files(source, index, outputs)
+    try:
+        with ExitStack() as opened:
+            source = opened.enter_context(Source(source_path, output.parent))
+            index = Validator(source, stop).index()
+            opened.callback(index.close)
+            outputs = opened.enter_context(Outputs(output, errors, source.digest))
+            outputs.recover(index)
+            yield Files(source, index, outputs)
+    except sqlite3.Error as error:
+        raise BatchError(f"the temporary index: {error}; TMPDIR says where it grows") from None
 
 
 def _check_output(path: Path, source: Path) -> None:

@@ -12,9 +12,10 @@ from producer import batch
 from producer.batch import BatchError, BatchInvalid, BatchReport, Progress, flight
 from producer.client import Client
 from producer.protocol.body import parse_body
+from producer.protocol.keys import Keys
 from tests.producer.batch.files import check_whole, read, request, write
 from tests.producer.mini import MiniWorker, Queue
-from tests.support import eventually
+from tests.support import RedisServer, eventually
 
 
 class Files:
@@ -290,4 +291,28 @@ def test_large_bodies_narrow_the_window(
     files = Files(tmp_path, [request(f"r{number}", "x" * 500_000) for number in range(6)])
     files.run(client)
     assert worker.most <= 3
+    files.check()
+
+
+@pytest.mark.redis_server
+def test_a_redis_that_is_full_or_away_for_a_while_is_waited_for(
+    tmp_path: Path, own_redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    admin = own_redis.client()
+    queue = Queue(own_redis.url, admin, Keys("q"))
+    files = Files(tmp_path, requests(20))
+    admin.config_set("maxmemory", 1)
+    with Client(own_redis.url, "q", block_ms=300) as client:
+        later = Later(files, client, window=4)
+        eventually(lambda: "waiting for Redis" in caplog.text)
+        admin.config_set("maxmemory", 0)
+        eventually(lambda: queue.depth() == 4)
+        own_redis.kill()
+        eventually(lambda: caplog.text.count("waiting for Redis") >= 2)
+        own_redis.start()
+        worker = MiniWorker(queue)
+        worker.start()
+        assert later.join() == BatchReport(20, 20, 0)
+        worker.stop()
+    admin.close()
     files.check()
