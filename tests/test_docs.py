@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic.fields import FieldInfo
 
+from producer.console import Exit as Ends
 from worker.exits import Exit
 from worker.settings import Settings, option, variable
 from worker.telemetry import Telemetry
@@ -62,6 +63,11 @@ def test_every_exit_status_is_explained() -> None:
         assert re.search(rf"^\| {status.value} \|", OPERATIONS, re.MULTILINE), (
             f"exit status {status!r} is not documented"
         )
+
+
+def test_every_exit_status_of_the_producers_commands_is_explained() -> None:
+    table = OPERATIONS.partition("The producer's commands")[2].partition("\n## ")[0]
+    assert [int(status) for status in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)] == [int(e) for e in Ends]
 
 
 def test_no_document_names_a_private_path() -> None:
