@@ -302,7 +302,7 @@ def test_many_jobs_are_submitted_and_collected_in_a_few_round_trips(
     assert client.results(ids) == [None] * 6
     assert client.states(ids) == [None] * 6
     assert client.finished("g") == []
-    assert not [key for key in queue.redis.scan_iter(match=queue.keys.out("*"))]
+    assert not list(queue.redis.scan_iter(match=queue.keys.out("*")))
 
 
 def test_of_many_jobs_those_without_room_are_told(queue: Queue, client: Client) -> None:
