@@ -16,8 +16,8 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.models.config import DecoderConfig
 from kernels.attention.base import AttentionBackend
-from kernels.linear import Linear, bucket, pad_rows
-from kernels.ops import add_rms_norm, rms_norm, silu_mul
+from kernels.linear import Linear
+from kernels.ops import add_rms_norm, rms_norm
 
 
 class Tensors(Protocol):
@@ -41,6 +41,7 @@ class Layer:
     out: Linear
     post_norm: Tensor
     gate_up: Linear
+    """Gated: `silu(gate) * up`."""
     down: Linear
 
 
@@ -76,7 +77,7 @@ class Decoder:
         for index, layer in enumerate(self.parameters.layers):
             x = self._attention(index, layer, x, cos, sin, batch)
             x, residual = add_rms_norm(x, residual, layer.post_norm, self.config.eps)
-            x = layer.down(silu_mul(layer.gate_up(x)))
+            x = layer.down(layer.gate_up(x))
             if index + 1 < len(self.parameters.layers):
                 following = self.parameters.layers[index + 1].input_norm
                 x, residual = add_rms_norm(x, residual, following, self.config.eps)
@@ -95,21 +96,19 @@ class Decoder:
         return layer.out(out.view(-1, heads * config.head_dim))
 
     def _logits(self, x: Tensor) -> Tensor:
-        rows = x.shape[0]
-        if not rows:
+        if not x.shape[0]:
             return x.new_empty((0, self.vocab_size))
-        x = rms_norm(pad_rows(x, bucket(rows)), self.parameters.norm, self.config.eps)
-        return self.parameters.head(x)[:rows]
+        return self.parameters.head(rms_norm(x, self.parameters.norm, self.config.eps))
 
 
-def build_parameters(config: DecoderConfig, tensors: Tensors) -> Parameters:
-    """Take every parameter of the model from `tensors`, merging what the forward merges."""
+def build_parameters(config: DecoderConfig, tensors: Tensors, *, int8: bool = False) -> Parameters:
+    """Take every parameter of the model from `tensors`, merging what the forward merges; linears in int8 if asked."""
     embedding, head = _embeddings(config, tensors)
     return Parameters(
         embedding=embedding,
-        layers=tuple(_layer(config, tensors, f"model.layers.{i}") for i in range(config.num_layers)),
+        layers=tuple(_layer(config, tensors, f"model.layers.{i}", int8) for i in range(config.num_layers)),
         norm=tensors.take("model.norm.weight", (config.hidden_size,)),
-        head=Linear(head),
+        head=Linear(head, int8=int8),
     )
 
 
@@ -127,18 +126,17 @@ def _embeddings(config: DecoderConfig, tensors: Tensors) -> tuple[Tensor, Tensor
     return found[0], found[-1]
 
 
-def _layer(config: DecoderConfig, tensors: Tensors, prefix: str) -> Layer:
+def _layer(config: DecoderConfig, tensors: Tensors, prefix: str, int8: bool) -> Layer:
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
     def norm(name: str, size: int) -> Tensor:
         return tensors.take(f"{prefix}.{name}.weight", (size,))
 
-    def linear(parts: tuple[tuple[str, int], ...], inputs: int, bias: bool) -> Linear:
+    def linear(parts: tuple[tuple[str, int], ...], inputs: int, bias: bool, gated: bool = False) -> Linear:
         weight = torch.cat([tensors.take(f"{prefix}.{name}.weight", (size, inputs)) for name, size in parts])
-        if not bias:
-            return Linear(weight)
-        return Linear(weight, torch.cat([tensors.take(f"{prefix}.{name}.bias", (size,)) for name, size in parts]))
+        biases = [tensors.take(f"{prefix}.{name}.bias", (size,)) for name, size in parts] if bias else []
+        return Linear(weight, torch.cat(biases) if bias else None, gated=gated, int8=int8)
 
     return Layer(
         input_norm=norm("input_layernorm", hidden),
@@ -149,6 +147,6 @@ def _layer(config: DecoderConfig, tensors: Tensors, prefix: str) -> Layer:
         k_norm=norm("self_attn.k_norm", config.head_dim) if config.qk_norm else None,
         out=linear((("self_attn.o_proj", hidden),), q, config.out_bias),
         post_norm=norm("post_attention_layernorm", hidden),
-        gate_up=linear((("mlp.gate_proj", inner), ("mlp.up_proj", inner)), hidden, config.mlp_bias),
+        gate_up=linear((("mlp.gate_proj", inner), ("mlp.up_proj", inner)), hidden, config.mlp_bias, True),
         down=linear((("mlp.down_proj", hidden),), inner, config.mlp_bias),
     )

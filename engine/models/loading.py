@@ -26,6 +26,7 @@ from engine.models.weights import LoadError, ParameterStore, SafetensorsCheckpoi
 from engine.structured import GrammarCompiler
 from kernels.attention import AttentionBackend, CacheSpec
 from kernels.attention.reference import rows_are_invariant
+from kernels.linear import bucket, row_bucket
 
 __all__ = ["GenerationDefaults", "LoadError", "LoadedModel", "load_model"]
 
@@ -70,6 +71,8 @@ class LoadedModel:
     cache_shape: tuple[int, int, int]
     """Layers, KV heads, head size."""
     make: Callable[[AttentionBackend], Model]
+    bucket: Callable[[int], int] = bucket
+    """Rounds a number of rows up to one that the model computes well."""
 
     def cache_spec(self, block_size: int) -> CacheSpec:
         """The KV cache that this model needs, in blocks of `block_size` tokens."""
@@ -107,14 +110,18 @@ def load_model(options: ModelOptions) -> LoadedModel:
     """
     if options.backend not in ("auto", "fused", "transformers"):
         raise LoadError(f"backend must be auto, fused or transformers, not {options.backend!r}")
+    if options.quantize not in ("none", "int8"):
+        raise LoadError(f"quantize must be none or int8, not {options.quantize!r}")
     device = _device(options.device)
+    if options.quantize == "int8" and (device.type != "cpu" or options.backend == "transformers"):
+        raise LoadError("quantize int8 is for the fused decoder on the CPU")
     dtype = _dtype(options.dtype, device)
     source = _find(options.model)
     try:
         config = source.gguf.config() if source.gguf else _read_config(source.directory)
         decoder = fused_config(config)
     except Unsupported as reason:
-        if options.backend == "fused":
+        if options.backend == "fused" or options.quantize != "none":
             raise LoadError(f"the fused decoder can't run {source.name}: {reason}") from reason
         log.info("%s runs through transformers: %s", source.name, reason)
         return _load_transformers(source, options, dtype, device)
@@ -133,7 +140,7 @@ def _load_fused(
 ) -> LoadedModel:
     max_model_len = _max_model_len(config, options.max_model_len)
     store = ParameterStore(source.gguf or SafetensorsCheckpoint(source.directory), dtype, device)
-    parameters = build_parameters(decoder, store)
+    parameters = build_parameters(decoder, store, int8=options.quantize == "int8")
     store.finish()
     frequencies, factor = inverse_frequencies(config, max_model_len)
     if source.gguf and (divisors := source.gguf.rope_factors()) is not None:
@@ -157,6 +164,7 @@ def _load_fused(
         implementation="fused",
         cache_shape=(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim),
         make=lambda backend: Decoder(decoder, parameters, table, backend),
+        bucket=row_bucket(dtype) if device.type == "cpu" else bucket,
     )
 
 
