@@ -17,6 +17,8 @@ from tests.producer.mini import MiniWorker, Queue
 from tests.producer.test_cli import command, environment, run
 from tests.support import eventually
 
+pytestmark = [pytest.mark.redis_server, pytest.mark.parametrize("redis_url", ["real"], indirect=True)]
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
