@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic.fields import FieldInfo
 
+from producer.console import Exit as Ends
 from worker.exits import Exit
 from worker.settings import Settings, option, variable
 from worker.telemetry import Telemetry
@@ -68,6 +69,11 @@ def test_every_variable_of_the_clerk_is_documented() -> None:
     sources = [ROOT / "producer" / name for name in ("jobs.py", "clerk.py", "webhook.py")]
     for name in {name for path in sources for name in re.findall(r"TOKENMILL_[A-Z_]+", path.read_text())}:
         assert f"| `{name}` |" in OPERATIONS, f"docs/operations.md lacks {name}"
+
+
+def test_every_exit_status_of_the_producers_commands_is_explained() -> None:
+    table = OPERATIONS.partition("The producer's commands")[2].partition("\n## ")[0]
+    assert [int(status) for status in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)] == [int(e) for e in Ends]
 
 
 def test_no_document_names_a_private_path() -> None:
