@@ -81,10 +81,11 @@ class Write(Structure):
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("eps", c_float),
+        ("wide_norms", c_int32),
     )
 
 
-_VERSION = 2
+_VERSION = 3
 """Of the functions and structures; in csrc/native.cpp too."""
 _RETURN_INT = ("tm_version", "tm_choose", "tm_huge_pages")
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -95,9 +96,11 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "tm_attend": (POINTER(Cache), POINTER(Batch), POINTER(Attend), c_int),
     "tm_store": (POINTER(Cache), POINTER(Batch), c_int, c_void_p, c_int64, c_void_p, c_int64, c_int),
     "tm_write": (POINTER(Cache), POINTER(Batch), POINTER(Write), c_int),
-    "tm_add_rms_norm": (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float, c_int, c_int),
+    "tm_add_rms_norm": (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float, c_int, c_int, c_int),
     "tm_argmax": (c_void_p, c_int64, c_int, c_int, c_int, c_void_p, c_void_p, c_int),
     "tm_silu_mul": (c_void_p, c_void_p, c_int, c_int, c_int, c_int),
+    "tm_gelu_mul": (c_void_p, c_void_p, c_int, c_int, c_int, c_int),
+    "tm_softcap": (c_void_p, c_int, c_int, c_float, c_int, c_int),
 }
 
 
