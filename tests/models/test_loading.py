@@ -150,7 +150,7 @@ class TestWhatTheFusedDecoderDoesNotKnow:
             {"hidden_act": "gelu"},
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}},
-            {"model_type": "olmo2"},
+            {"model_type": "olmo3"},
         ],
     )
     def test_a_value_it_does_not_know_is_named(self, tmp_path: Path, change: dict[str, Any]) -> None:
