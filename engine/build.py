@@ -16,7 +16,6 @@ from engine.policy import PreemptionCost
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
 from kernels.attention import get_backend
-from kernels.linear import bucket
 
 log = structlog.get_logger()
 
@@ -73,7 +72,7 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
         host=host,
         block_size=config.block_size,
         eos_token_ids=loaded.generation.eos_token_ids,
-        bucket=bucket,
+        bucket=loaded.bucket,
     )
     engine = Engine(
         config,

@@ -19,6 +19,8 @@ class ModelOptions:
     """Longest sequence, prompt and output, in tokens; None takes the model's own limit."""
     backend: str = "auto"
     """`auto`, `fused` (the config-driven decoder) or `transformers` (any model it can run)."""
+    quantize: str = "none"
+    """`none`, or `int8`: the fused decoder's linears on the CPU multiply 8-bit weights and inputs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from kernels import native
 from kernels import ops_reference as reference
 from kernels.ops_reference import rotary
 
-__all__ = ["add_rms_norm", "argmax", "gelu_mul", "rms_norm", "rotary", "silu_mul", "softcap"]
+__all__ = ["add_rms_norm", "argmax", "gelu_mul", "quantize", "rms_norm", "rotary", "silu_mul", "softcap"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -91,6 +91,18 @@ def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
         torch.get_num_threads(),
     )
     return places, finite
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row as whole numbers from -127 to 127, stored plus 128 (uint8 like `x`), and its step (fp32 `[rows]`)."""
+    library = _library(x)
+    if library is None:
+        return reference.quantize(x)
+    rows, cols = x.shape
+    values, steps = torch.empty((rows, cols), dtype=torch.uint8), torch.empty(rows)
+    bf16 = x.dtype == torch.bfloat16
+    library.tm_quantize(x.data_ptr(), values.data_ptr(), steps.data_ptr(), rows, cols, bf16, torch.get_num_threads())
+    return values, steps
 
 
 def _norm(library: Any, x: Tensor | None, residual: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:

@@ -80,3 +80,16 @@ def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
     """The first place of each row's highest value (int64 `[rows]`), and whether all its values are finite."""
     lowest, highest = torch.aminmax(x, dim=-1)
     return x.argmax(-1), torch.isfinite(lowest) & torch.isfinite(highest)
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row as whole numbers from -127 to 127, stored plus 128 (uint8 like `x`), and its step (fp32 `[rows]`).
+
+    A row that is not finite has a step of NaN.
+    """
+    wide = x.float()
+    top = wide.abs().amax(-1)
+    # Not `127 / top`: torch would multiply by the reciprocal, which rounds twice.
+    inverse = torch.where(top > 0, torch.full_like(top, 127) / top, 0)
+    values = torch.round(wide * inverse[:, None]).clamp_(-127, 127).nan_to_num_(0) + 128
+    return values.to(torch.uint8), torch.where(torch.isfinite(top), top / 127, torch.nan)

@@ -6,64 +6,17 @@ sequences; only attention looks beyond its own row, so that a row's result depen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.models.config import DecoderConfig, ExpertsConfig
-from engine.models.feed_forward import Experts, FeedForward
+from engine.models.config import DecoderConfig
+from engine.models.parameters import Layer, Parameters
 from kernels.attention.base import AttentionBackend
-from kernels.linear import Linear, bucket, pad_rows
-from kernels.ops import add_rms_norm, gelu_mul, rms_norm, silu_mul, softcap
-
-
-class Tensors(Protocol):
-    """Where parameters come from, under their Hugging Face names."""
-
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor in the model's dtype and device; an error if it is missing or of another shape."""
-        ...
-
-    def has(self, name: str) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Parameters of one layer: two branches, each with a norm before, after or both."""
-
-    attention_norm: Tensor | None
-    qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    out: Linear
-    attention_post_norm: Tensor | None
-    mlp_norm: Tensor | None
-    mlp: FeedForward | Experts
-    mlp_post_norm: Tensor | None
-
-    def linears(self) -> Iterator[Linear]:
-        yield from (self.qkv, self.out)
-        yield from self.mlp.linears()
-
-
-@dataclass(frozen=True, slots=True)
-class Parameters:
-    embedding: Tensor
-    """`[vocab, hidden]`."""
-    layers: tuple[Layer, ...]
-    norm: Tensor
-    head: Linear
-
-    def linears(self) -> Iterator[Linear]:
-        """All of them."""
-        yield self.head
-        for layer in self.layers:
-            yield from layer.linears()
+from kernels.ops import add_rms_norm, rms_norm, softcap
 
 
 class Decoder:
@@ -160,141 +113,10 @@ class Decoder:
             start += weight.shape[0]
 
     def _logits(self, x: Tensor) -> Tensor:
-        rows = x.shape[0]
-        if not rows:
+        if not x.shape[0]:
             return x.new_empty((0, self.vocab_size))
-        x = rms_norm(pad_rows(x, bucket(rows)), self.parameters.norm, self.config.eps)
-        logits = self.parameters.head(x)[:rows]
+        logits = self.parameters.head(rms_norm(x, self.parameters.norm, self.config.eps))
         if self.config.logit_divisor != 1:
             logits /= self.config.logit_divisor
         cap = self.config.logit_softcap
         return logits if cap is None else softcap(logits, cap)
-
-
-def build_parameters(config: DecoderConfig, tensors: Tensors) -> Parameters:
-    """Take every parameter of the model from `tensors`, merging what the forward merges."""
-    embedding, head = _embeddings(config, tensors)
-    return Parameters(
-        embedding=embedding,
-        layers=tuple(_layer(config, tensors, i) for i in range(config.num_layers)),
-        norm=_norm(config, tensors, "model.norm", config.hidden_size),
-        head=Linear(head),
-    )
-
-
-def _embeddings(config: DecoderConfig, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """Input and output embeddings. Tied ones may both be there; if they differ each is used, as transformers does."""
-    shape = (config.vocab_size, config.hidden_size)
-    names = ("model.embed_tokens.weight", "lm_head.weight")
-    if not config.tied:
-        return tensors.take(names[0], shape), tensors.take(names[1], shape)
-    found = [tensors.take(name, shape) for name in names if tensors.has(name)]
-    if not found:
-        return tensors.take(names[0], shape), tensors.take(names[1], shape)
-    if len(found) == 2 and torch.equal(found[0], found[1]):
-        found.pop()
-    return found[0], found[-1]
-
-
-def _layer(config: DecoderConfig, tensors: Tensors, index: int) -> Layer:
-    prefix, hidden = f"model.layers.{index}", config.hidden_size
-    attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = (
-        None if name is None else _norm(config, tensors, f"{prefix}.{name}", hidden) for name in config.norms
-    )
-    heads = 1 if config.qk_norm == "head" else config.num_heads, 1 if config.qk_norm == "head" else config.num_kv_heads
-    q_norm, k_norm = (
-        None if config.qk_norm is None else _norm(config, tensors, f"{prefix}.self_attn.{name}", n * config.head_dim)
-        for name, n in zip(("q_norm", "k_norm"), heads, strict=True)
-    )
-    out = (("self_attn.o_proj", hidden),), config.num_heads * config.head_dim, config.out_bias
-    return Layer(
-        attention_norm=attention_norm,
-        qkv=_qkv(config, tensors, prefix),
-        q_norm=q_norm,
-        k_norm=k_norm,
-        out=Linear(*_joined(tensors, prefix, *out)),
-        attention_post_norm=attention_post_norm,
-        mlp_norm=mlp_norm,
-        mlp=_mlp(config, tensors, f"{prefix}.mlp", index),
-        mlp_post_norm=mlp_post_norm,
-    )
-
-
-def _norm(config: DecoderConfig, tensors: Tensors, name: str, size: int) -> Tensor:
-    """The weight of a norm, as what it multiplies with; in fp32 where that happens before the rounding."""
-    weight = tensors.take(f"{name}.weight", (size,))
-    return weight.float() + config.norm_offset if config.wide_norms else weight
-
-
-def _joined(
-    tensors: Tensors, prefix: str, parts: Sequence[tuple[str, int]], inputs: int, bias: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of projections (names and output sizes) that read the same input, one below the other."""
-    weight = torch.cat([tensors.take(f"{prefix}.{name}.weight", (size, inputs)) for name, size in parts])
-    if not bias:
-        return weight, None
-    return weight, torch.cat([tensors.take(f"{prefix}.{name}.bias", (size,)) for name, size in parts])
-
-
-def _qkv(config: DecoderConfig, tensors: Tensors, prefix: str) -> Linear:
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    parts = [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
-    if config.merged:
-        parts = [("qkv_proj", q + 2 * kv)]
-    weight, bias = _joined(tensors, f"{prefix}.self_attn", parts, config.hidden_size, config.qkv_bias)
-    if config.rotary_dim < config.head_dim:
-        order = _rotary_order(config)
-        weight, bias = weight[order], None if bias is None else bias[order]
-    return Linear(weight, bias)
-
-
-def _rotary_order(config: DecoderConfig) -> Tensor:
-    """Rows of q, k and v so that the pairs of a partial rotation lie as those of a whole one do: (i, i + head_dim / 2).
-
-    The rotated pairs come first in both halves, the others stand still. Queries and keys change alike, so that their
-    products stay the same.
-    """
-    size, half = config.head_dim, config.rotary_dim // 2
-    middle = (size + config.rotary_dim) // 2  # of what is not rotated
-    inner = torch.tensor([*range(half), *range(2 * half, middle), *range(half, 2 * half), *range(middle, size)])
-    heads = torch.arange(config.num_heads + config.num_kv_heads)[:, None] * size
-    v = torch.arange(heads.numel() * size, (heads.numel() + config.num_kv_heads) * size)
-    return torch.cat([(heads + inner).flatten(), v])
-
-
-def _mlp(config: DecoderConfig, tensors: Tensors, prefix: str, index: int) -> FeedForward | Experts:
-    if config.experts is not None and index in config.experts.layers:
-        return _experts(config, config.experts, tensors, prefix)
-    hidden, inner = config.hidden_size, config.intermediate_size
-    parts = [("gate_up_proj", 2 * inner)] if config.merged else [("gate_proj", inner), ("up_proj", inner)]
-    return FeedForward(
-        gate_up=Linear(*_joined(tensors, prefix, parts, hidden, config.mlp_bias)),
-        down=Linear(*_joined(tensors, prefix, [("down_proj", hidden)], inner, config.mlp_bias)),
-        act_mul=_ACTIVATIONS[config.activation],
-    )
-
-
-_ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_mul}
-
-
-def _experts(config: DecoderConfig, mixture: ExpertsConfig, tensors: Tensors, prefix: str) -> Experts:
-    """A checkpoint holds the experts one by one, or all of them stacked."""
-    count, hidden, inner = mixture.count, config.hidden_size, mixture.intermediate_size
-    router = Linear(tensors.take(f"{prefix}.gate.weight", (count, hidden)))
-    if tensors.has(f"{prefix}.experts.gate_up_proj"):
-        gate_ups = tensors.take(f"{prefix}.experts.gate_up_proj", (count, 2 * inner, hidden))
-        downs = tensors.take(f"{prefix}.experts.down_proj", (count, hidden, inner))
-        weights: Iterator[tuple[Tensor, Tensor]] = zip(gate_ups, downs, strict=True)
-    else:
-        parts = [("gate_proj", inner), ("up_proj", inner)]
-        names = [f"{prefix}.experts.{i}" for i in range(count)]
-        weights = (
-            (
-                _joined(tensors, name, parts, hidden, False)[0],
-                tensors.take(f"{name}.down_proj.weight", (hidden, inner)),
-            )
-            for name in names
-        )
-    act_mul = _ACTIVATIONS[config.activation]
-    experts = tuple(FeedForward(Linear(gate_up), Linear(down), act_mul) for gate_up, down in weights)
-    return Experts(router, experts, mixture.per_row, mixture.normalise)

@@ -17,11 +17,12 @@ class FeedForward:
 
     gate_up: Linear
     down: Linear
-    act_mul: Callable[[Tensor], Tensor]
-    """From `[T, 2 * inner]`, gate first, to `[T, inner]`."""
+    act_mul: Callable[[Tensor], Tensor] | None
+    """From `[T, 2 * inner]`, gate first, to `[T, inner]`; None: `gate_up` is gated itself."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.act_mul(self.gate_up(x)))
+        x = self.gate_up(x)
+        return self.down(x if self.act_mul is None else self.act_mul(x))
 
     def linears(self) -> Iterator[Linear]:
         yield from (self.gate_up, self.down)
@@ -68,6 +69,6 @@ class Experts:
         return weights.gather(-1, order), chosen
 
     def linears(self) -> Iterator[Linear]:
+        """One of each shape."""
         yield self.router
-        for expert in self.experts:
-            yield from expert.linears()
+        yield from self.experts[0].linears()

@@ -96,7 +96,7 @@ class CpuBackend(AttentionBackend):
             raise ValueError(f"the pool must be contiguous, [blocks, {self.block_bytes}]")
         self._pool = pool
         # Blocks are far apart, and a layer reads little of each: with small pages every read misses the TLB.
-        self._library.tm_huge_pages(pool.data_ptr(), pool.numel())
+        native.huge_pages(pool)
         self._cache = native.Cache(
             pool.data_ptr(),
             self.block_bytes,

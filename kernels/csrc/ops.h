@@ -167,6 +167,38 @@ static void argmax(const void* x, int cols, bool is_bf16, int64_t* place, bool* 
         argmax_row(static_cast<const float*>(x), cols, place, finite);
 }
 
+/// A row as whole numbers from -127 to 127, stored plus 128, and its step; a step of NaN if not all values are finite.
+template <class T>
+static void quantize_row(const T* x, uint8_t* out, float* step, int cols) {
+    F top = zero(), spoilt = zero();
+    for (int i = 0; i < cols; i += 16) {
+        const F v = cols - i < 16 ? load_part(x + i, cols - i) : load(x + i);
+        top = max(top, max(v, sub(zero(), v)));
+        spoilt = fma(v, zero(), spoilt);
+    }
+    const float high = hmax(top), inverse = high > 0 ? 127.0f / high : 0.0f;
+    *step = hsum(spoilt) == 0.0f ? high / 127.0f : __builtin_nanf("");
+    for (int i = 0; i < cols; i += 16) {
+        const int n = cols - i < 16 ? cols - i : 16;
+        F v = round_whole(mul(n < 16 ? load_part(x + i, n) : load(x + i), set1(inverse)));
+        v = add(min(max(v, set1(-127.0f)), set1(127.0f)), set1(128.0f));
+        if (n == 16) {
+            store_bytes(out + i, v);
+        } else {
+            uint8_t bytes[16];
+            store_bytes(bytes, v);
+            for (int j = 0; j < n; j++) out[i + j] = bytes[j];
+        }
+    }
+}
+
+static void quantize(const void* x, uint8_t* out, float* step, int cols, bool is_bf16) {
+    if (is_bf16)
+        quantize_row(static_cast<const bf16*>(x), out, step, cols);
+    else
+        quantize_row(static_cast<const float*>(x), out, step, cols);
+}
+
 /// Rotates pairs (i, i + dim / 2) of one head.
 template <class T>
 INLINE void rotate(T* x, const float* cos, const float* sin, int dim) {

@@ -97,10 +97,12 @@ def test_bits_do_not_depend_on_neighbours(loaded: LoadedModel, backend: str) -> 
     check_neighbours(loaded, backend, 6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "quantize"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")])
 @pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.name)
-def test_bits_of_every_family_depend_on_the_sequence_alone(tmp_path: Path, case: Case, dtype: str) -> None:
-    loaded = load_model(ModelOptions(str(build_case(tmp_path, case)), device="cpu", dtype=dtype))
+def test_bits_of_every_family_depend_on_the_sequence_alone(
+    tmp_path: Path, case: Case, dtype: str, quantize: str
+) -> None:
+    loaded = load_model(ModelOptions(str(build_case(tmp_path, case)), device="cpu", dtype=dtype, quantize=quantize))
     assert (loaded.implementation, loaded.batch_invariant) == ("fused", True)
     check_cuts(loaded, "auto", (1, 17, 44))
     check_neighbours(loaded, "auto", 2)
