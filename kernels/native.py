@@ -81,6 +81,7 @@ class Write(Structure):
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("eps", c_float),
+        ("wide_norms", c_int32),
     )
 
 
@@ -104,7 +105,7 @@ class Product(Structure):
     )
 
 
-_VERSION = 3
+_VERSION = 4
 """Of the functions and structures; in csrc/native.cpp too."""
 _RETURN_INT = ("tm_version", "tm_choose", "tm_huge_pages", "tm_has_matmul")
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -115,12 +116,14 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "tm_attend": (POINTER(Cache), POINTER(Batch), POINTER(Attend), c_int),
     "tm_store": (POINTER(Cache), POINTER(Batch), c_int, c_void_p, c_int64, c_void_p, c_int64, c_int),
     "tm_write": (POINTER(Cache), POINTER(Batch), POINTER(Write), c_int),
-    "tm_add_rms_norm": (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float, c_int, c_int),
+    "tm_add_rms_norm": (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float, c_int, c_int, c_int),
     "tm_argmax": (c_void_p, c_int64, c_int, c_int, c_int, c_void_p, c_void_p, c_int),
     "tm_has_matmul": (),
     "tm_matmul": (POINTER(Product), c_int),
     "tm_quantize": (c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_int),
     "tm_silu_mul": (c_void_p, c_void_p, c_int, c_int, c_int, c_int),
+    "tm_gelu_mul": (c_void_p, c_void_p, c_int, c_int, c_int, c_int),
+    "tm_softcap": (c_void_p, c_int, c_int, c_float, c_int, c_int),
 }
 
 

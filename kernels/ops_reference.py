@@ -8,14 +8,23 @@ rounds differently. `torch.exp` has one path for all elements.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+GELU_INNER, GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / rms(x) * weight` over the last dimension, in fp32 up to the product with `weight` (Zhang, Sennrich 2019)."""
+    """`x / rms(x) * weight` over the last dimension, in fp32 up to the product with `weight` (Zhang, Sennrich 2019).
+
+    Models differ in where they round: a weight of x's dtype multiplies after the rounding to it, one of fp32 before.
+    """
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight.dtype != x.dtype:
+        return (wide * scale * weight).to(x.dtype)
     return (wide * scale).to(x.dtype) * weight
 
 
@@ -47,6 +56,24 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     wide = gate.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     wide.div_(torch.neg(wide).exp_().add_(1))
     return wide.to(gate_up.dtype) * up
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """`gelu(gate) * up` as `silu_mul`, with the tanh form of GELU (Hendrycks, Gimpel 2016).
+
+    Written with `exp`: (1 + tanh(y)) / 2 = 1 / (1 + e^-2y).
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    wide = gate.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    power = wide.square().mul_(-2 * GELU_INNER * GELU_CUBE).sub_(2 * GELU_INNER).mul_(wide)
+    wide.div_(power.exp_().add_(1))
+    return wide.to(gate_up.dtype) * up
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """`cap * tanh(x / cap)`, in fp32 up to the result. `x` may be overwritten."""
+    wide = x.float() / cap
+    return (1 - 2 / (torch.exp(2 * wide) + 1)).mul_(cap).to(x.dtype)
 
 
 def argmax(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from engine.batch import Model
@@ -19,8 +20,9 @@ from engine.config import ModelOptions
 from engine.models import transformers_backend
 from engine.models.chat import Tokenizer
 from engine.models.config import DecoderConfig, Unsupported, fused_config
-from engine.models.decoder import Decoder, build_parameters
+from engine.models.decoder import Decoder
 from engine.models.gguf import GgufFile
+from engine.models.parameters import build_parameters
 from engine.models.rope import inverse_frequencies, position_limit, rotary_table
 from engine.models.weights import LoadError, ParameterStore, SafetensorsCheckpoint
 from engine.structured import GrammarCompiler
@@ -142,12 +144,7 @@ def _load_fused(
     store = ParameterStore(source.gguf or SafetensorsCheckpoint(source.directory), dtype, device)
     parameters = build_parameters(decoder, store, int8=options.quantize == "int8")
     store.finish()
-    frequencies, factor = inverse_frequencies(config, max_model_len)
-    if source.gguf and (divisors := source.gguf.rope_factors()) is not None:
-        frequencies = frequencies / divisors
-    cos, sin = rotary_table(frequencies, factor, max_model_len)
-    table = cos.to(device), sin.to(device)
-    linears = [parameters.head, *(x for y in parameters.layers[:1] for x in (y.qkv, y.out, y.gate_up, y.down))]
+    tables = _rotary_tables(source, config, decoder, max_model_len, device)
     tokenizer = _tokenizer(source, decoder.vocab_size)
     return LoadedModel(
         name=source.name,
@@ -160,12 +157,26 @@ def _load_fused(
         generation=_generation(source, config, tokenizer),
         batch_invariant=device.type == "cpu"
         and rows_are_invariant(decoder.head_dim)
-        and all(linear.invariant for linear in linears),
+        and all(linear.invariant for linear in parameters.linears()),
         implementation="fused",
         cache_shape=(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim),
-        make=lambda backend: Decoder(decoder, parameters, table, backend),
+        make=lambda backend: Decoder(decoder, parameters, tables, backend),
         bucket=row_bucket(dtype) if device.type == "cpu" else bucket,
     )
+
+
+def _rotary_tables(
+    source: _Source, config: PretrainedConfig, decoder: DecoderConfig, max_model_len: int, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """Cosine and sine for each of the decoder's ropes."""
+    tables = []
+    for kind in decoder.ropes:
+        frequencies, factor = inverse_frequencies(config, max_model_len, kind)
+        if source.gguf and (divisors := source.gguf.rope_factors()) is not None:
+            frequencies = frequencies / divisors
+        cos, sin = rotary_table(frequencies, factor, max_model_len, decoder.head_dim // 2)
+        tables.append((cos.to(device), sin.to(device)))
+    return tables
 
 
 def _load_transformers(source: _Source, options: ModelOptions, dtype: torch.dtype, device: torch.device) -> LoadedModel:

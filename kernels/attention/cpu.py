@@ -144,6 +144,7 @@ class CpuBackend(AttentionBackend):
             None if q_weight is None else q_weight.data_ptr(),
             None if k_weight is None else k_weight.data_ptr(),
             eps,
+            q_weight is not None and q_weight.dtype != self.spec.dtype,
         )
         pointer = self._enter(batch).pointer
         self._library.tm_write(self._cache_pointer, pointer, ctypes.byref(job), torch.get_num_threads())

@@ -83,7 +83,7 @@ static void tile(const Product& p, int row, int column, Fetch fetch, int64_t ahe
                 const int at = column / 2 + n * LANES;
                 const F gate = rounded<bf16>(finish(p, row + m, column + n * LANES, acc[m][n]));
                 const F up = rounded<bf16>(finish(p, row + m, column + (n + N / 2) * LANES, acc[m][n + N / 2]));
-                put(out + at, silu_mul16<bf16>(gate, up), p.cols - at);
+                put(out + at, gate_mul16<bf16, Silu>(gate, up), p.cols - at);
             }
         } else {
             for (int n = 0; n < N; n++) {

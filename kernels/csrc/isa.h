@@ -15,7 +15,8 @@ namespace TM_ISA {
 
 const Kernels TM_KERNELS = {
     TM_ISA::attend,       TM_ISA::reduce,   TM_ISA::store_row, TM_ISA::write_row,
-    TM_ISA::add_rms_norm, TM_ISA::silu_mul, TM_ISA::argmax,    TM_ISA::quantize,
+    TM_ISA::add_rms_norm, TM_ISA::silu_mul, TM_ISA::gelu_mul,  TM_ISA::softcap,   TM_ISA::argmax,
+    TM_ISA::quantize,
 #if TM_BF16
     TM_ISA::matmul,
 #else

@@ -205,7 +205,7 @@ class Planner {
 using namespace tokenmill;
 
 /// Of the functions and structures here; kernels/native.py names the one it was written for.
-API int tm_version() { return 3; }
+API int tm_version() { return 4; }
 
 /// Picks the kernels: 3 AVX-512 with bf16 products, 2 AVX-512, 1 AVX2; at most `limit`. Returns the one picked; 0: none.
 API int tm_choose(int limit) {
@@ -266,12 +266,12 @@ API void tm_write(const Cache* cache, const Batch* batch, const Write* job, int 
 }
 
 API void tm_add_rms_norm(const void* x, void* residual, const void* weight, void* out, int rows, int cols, float eps,
-                         int is_bf16, int threads) {
+                         int is_bf16, int wide_weight, int threads) {
     const int64_t bytes = int64_t(cols) * (is_bf16 ? 2 : 4);
     const auto at = [&](const void* p, int row) { return static_cast<const uint8_t*>(p) + row * bytes; };
     each(rows, 16, threads, [&](int row) {
         chosen->add_rms_norm(x ? at(x, row) : nullptr, static_cast<uint8_t*>(residual) + row * bytes, weight,
-                             static_cast<uint8_t*>(out) + row * bytes, cols, eps, is_bf16);
+                             static_cast<uint8_t*>(out) + row * bytes, cols, eps, is_bf16, wide_weight);
     });
 }
 
@@ -281,6 +281,20 @@ API void tm_silu_mul(const void* gate_up, void* out, int rows, int cols, int is_
         chosen->silu_mul(static_cast<const uint8_t*>(gate_up) + 2 * row * bytes, static_cast<uint8_t*>(out) + row * bytes,
                          cols, is_bf16);
     });
+}
+
+API void tm_gelu_mul(const void* gate_up, void* out, int rows, int cols, int is_bf16, int threads) {
+    const int64_t bytes = int64_t(cols) * (is_bf16 ? 2 : 4);
+    each(rows, 16, threads, [&](int row) {
+        chosen->gelu_mul(static_cast<const uint8_t*>(gate_up) + 2 * row * bytes, static_cast<uint8_t*>(out) + row * bytes,
+                         cols, is_bf16);
+    });
+}
+
+API void tm_softcap(void* x, int rows, int cols, float cap, int is_bf16, int threads) {
+    const int64_t bytes = int64_t(cols) * (is_bf16 ? 2 : 4);
+    each(rows, 1, threads,
+         [&](int row) { chosen->softcap(static_cast<uint8_t*>(x) + row * bytes, cols, cap, is_bf16); });
 }
 
 API void tm_quantize(const void* x, uint8_t* out, float* steps, int rows, int cols, int is_bf16, int threads) {

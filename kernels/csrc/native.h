@@ -74,6 +74,7 @@ struct Write {
     const float *cos, *sin;  // [rows][dim / 2]
     const void *q_norm, *k_norm;
     float eps;
+    int32_t wide_norms;  // the norms' weights are fp32 and multiply before the rounding
 };
 
 constexpr int PANEL = 32;          // outputs whose weights lie together; see gemm.h
@@ -105,8 +106,10 @@ struct Kernels {
                   int64_t v_stride, int row);
     void (*write)(const Cache&, const Batch&, const Write&, int row);
     void (*add_rms_norm)(const void* x, void* residual, const void* weight, void* out, int cols, float eps,
-                         bool is_bf16);
+                         bool is_bf16, bool wide_weight);
     void (*silu_mul)(const void* gate_up, void* out, int cols, bool is_bf16);
+    void (*gelu_mul)(const void* gate_up, void* out, int cols, bool is_bf16);
+    void (*softcap)(void* x, int cols, float cap, bool is_bf16);
     void (*argmax)(const void* x, int cols, bool is_bf16, int64_t* place, bool* finite);
     void (*quantize)(const void* x, uint8_t* out, float* step, int cols, bool is_bf16);
     /// Null without dot products of bf16. One or two panels from `column` on.
