@@ -90,11 +90,13 @@ def ensure_clerks(client: redis.Redis, keys: Keys) -> None:
 class Courier:
     """Delivers for one queue; several may do so at once. Close it."""
 
-    def __init__(self, url: str, keys: Keys, settings: WebhookSettings, send: Post = post) -> None:
+    def __init__(
+        self, url: str, keys: Keys, settings: WebhookSettings, send: Post = post, block_ms: int = BLOCK_MS
+    ) -> None:
         self._client = command_client(url)
-        self._blocking = blocking_client(url, BLOCK_MS)
+        self._blocking = blocking_client(url, block_ms)
         self._runner = Runner(self._client)
-        self._keys, self._settings, self._send = keys, settings, send
+        self._keys, self._settings, self._send, self._block_ms = keys, settings, send, block_ms
         self._name = f"{socket.gethostname()}:{getpid()}:{secrets.token_hex(4)}"
         self._quiet: dict[str, float] = {}
         """Hosts that did not answer, and until when they are left alone."""
@@ -117,7 +119,7 @@ class Courier:
             while time.monotonic() < end and not stop():
                 taken = self._take(THREADS - len(flying), idle=not flying)
                 flying |= {pool.submit(self._deliver, callback) for callback in taken}
-                done, flying = wait(flying, 0 if taken else BLOCK_MS / 1000, FIRST_COMPLETED)
+                done, flying = wait(flying, 0 if taken else self._block_ms / 1000, FIRST_COMPLETED)
                 tally.update(one.result() for one in done)
         tally.update(one.result() for one in flying)
         self._runner.run("remove_consumer", [self._keys.callbacks], [CLERKS, self._name])
@@ -136,7 +138,7 @@ class Courier:
         claimed: Any = self._client.xautoclaim(stream, CLERKS, self._name, lease_ms, count=count)
         entries: list[Any] = [one for one in claimed[1] if one[1] is not None]
         if len(entries) < count:
-            reader, block = (self._blocking, BLOCK_MS) if idle and not entries else (self._client, None)
+            reader, block = (self._blocking, self._block_ms) if idle and not entries else (self._client, None)
             streams: dict[Any, Any] = {stream: ">"}
             read: Any = reader.xreadgroup(CLERKS, self._name, streams, count=count - len(entries), block=block)
             entries += read[0][1] if read else []

@@ -40,11 +40,15 @@ class ClerkWorker(Worker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # An idle worker looks up from its queue when its ttl, less 15 s, is over. A clerk that was killed is noticed by
-        # the end of its job's heartbeat, which is a minute and this interval after the last one.
+        # An idle worker looks up from its queue when its ttl, less 15 s, is over.
         self.worker_ttl = min(self.worker_ttl, 25)
         self.job_monitoring_interval = min(self.job_monitoring_interval, 10)
         self.maintenance_interval = min(self.maintenance_interval, 10)
+
+    def get_heartbeat_ttl(self, job: Job, working_time: float = 0.0) -> int:
+        """Three heartbeats, not a minute: what a killed worker left is to go on soon, and our jobs may run twice."""
+        interval: int = self.job_monitoring_interval
+        return 3 * interval
 
     def run_maintenance_tasks(self) -> None:
         super().run_maintenance_tasks()  # type: ignore[no-untyped-call]

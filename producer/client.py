@@ -33,6 +33,7 @@ from producer.core import (
     TextFollower,
     Window,
     backoff,
+    check_event_id,
     make_entry,
     result_steps,
     stream_steps,
@@ -74,10 +75,11 @@ class Job:
         A `StartEvent` with a higher fence than one seen before means that another worker began anew: drop the text.
 
         Raises:
+            ValueError: `from_id` is no event's id.
             TimeoutError: no end within `timeout` seconds (default: a day).
             redis.RedisError: Redis stayed away.
         """
-        return self._client._stream(self.id, from_id, Deadline.after(f"job {self.id}", timeout))
+        return self._client._stream(self.id, check_event_id(from_id), Deadline.after(f"job {self.id}", timeout))
 
     def text(self, index: int = 0, timeout: float | None = None) -> Iterator[str]:
         """Pieces of one choice's text as they come. It ends with the job, however that ended: see `result()`.

@@ -44,6 +44,8 @@ QUEUE: Final = "TOKENMILL_QUEUE"
 PREFIX: Final = "TOKENMILL_PREFIX"
 LONGEST_ID: Final = 112
 """Of an RQ job, so that ids with a generation are ids of ours."""
+LEAST_S: Final = 2.0
+"""Webhooks are delivered for so long before another job gets its turn."""
 POLL_S: Final = 1.0
 """How often a waiting job asks RQ whether it was cancelled."""
 
@@ -150,7 +152,8 @@ def deliver_callbacks(
 ) -> dict[str, int]:
     """Deliver webhooks for so long, then return how many were delivered, put off to a later try and given up.
 
-    Ends early where its RQ worker is asked to stop. Whom it may call and how it signs is the environment's to say.
+    Ends early where its RQ worker is asked to stop or another job waits behind it. Whom it may call and how it signs
+    is the environment's to say.
 
     Raises:
         ValueError: a setting is missing or wrong; nothing is lost.
@@ -158,7 +161,7 @@ def deliver_callbacks(
     with _client(redis_url, queue, prefix) as client:
         courier = Courier(_url(redis_url), client.keys, WebhookSettings.of(os.environ))
         try:
-            return courier.run(seconds, _worker_stops(rq.get_current_job()))
+            return courier.run(seconds, _makes_way(rq.get_current_job()))
         finally:
             courier.close()
 
@@ -240,13 +243,20 @@ def _asked(job: RqJob) -> Callable[[], bool]:
     return probe
 
 
-def _worker_stops(job: RqJob | None) -> Callable[[], bool]:
-    """Whether the RQ worker was asked to stop; it waits for its job."""
-    worker = None
-    if job is not None and job.worker_name:
-        key = f"{RqWorker.redis_worker_namespace_prefix}{job.worker_name}"
-        worker = RqWorker.find_by_key(key, connection=job.connection)
-    return lambda: worker is not None and worker.shutdown_requested_date is not None
+def _makes_way(job: RqJob | None) -> Callable[[], bool]:
+    """Whether the RQ worker, which waits for this job, was asked to stop, or another job waits behind it."""
+    if job is None:
+        return lambda: False
+    key = f"{RqWorker.redis_worker_namespace_prefix}{job.worker_name}"
+    worker = RqWorker.find_by_key(key, connection=job.connection)
+    queue, begun = rq.Queue(job.origin, connection=job.connection), time.monotonic()
+
+    def probe() -> bool:
+        if worker is not None and worker.shutdown_requested_date is not None:
+            return True
+        return time.monotonic() > begun + LEAST_S and queue.count > 0
+
+    return probe
 
 
 def _tell(job: RqJob, what: dict[str, Any]) -> None:

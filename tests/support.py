@@ -60,11 +60,11 @@ class RedisServer:
 
     def start(self) -> None:
         """Start it and wait until it answers."""
-        self.spawn()
+        self.launch()
         eventually(self._answers, timeout=20)
 
-    def spawn(self) -> None:
-        """Start it; for one whose access rules keep the default user out."""
+    def launch(self) -> None:
+        """Start it without waiting."""
         if REDIS_SERVER is None:
             raise RuntimeError("redis-server is not installed")
         command = [REDIS_SERVER, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]

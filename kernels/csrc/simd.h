@@ -56,6 +56,10 @@ INLINE void store(bf16* p, F x) {
 /// 2^n * x for whole n.
 INLINE F scale2(F x, F n) { return _mm512_scalef_ps(x, n); }
 INLINE F round_whole(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+/// Whole numbers from 0 to 255 as bytes.
+INLINE void store_bytes(uint8_t* p, F x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
+}
 #if TM_BF16
 INLINE F dot2(F acc, U pairs, uint32_t pair) {
     return _mm512_dpbf16_ps(acc, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(static_cast<int>(pair)));
@@ -146,6 +150,13 @@ INLINE __m256 scale2_8(__m256 x, __m256 n) {
     return _mm256_and_ps(_mm256_mul_ps(x, power), _mm256_cmp_ps(n, low, _CMP_NLT_UQ));
 }
 INLINE F scale2(F x, F n) { return {scale2_8(x.a, n.a), scale2_8(x.b, n.b)}; }
+/// Whole numbers from 0 to 255 as bytes.
+INLINE void store_bytes(uint8_t* p, F x) {
+    const __m256i words = _mm256_packus_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
+    const __m256i ordered = _mm256_permute4x64_epi64(words, 0xD8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm_packus_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1)));
+}
 INLINE F round_whole(F x) {
     constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};

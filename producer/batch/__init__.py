@@ -8,6 +8,6 @@ Run it again with the same files after a kill, and it goes on where it was: no l
 """
 
 from producer.batch.report import BatchError, BatchInvalid, BatchReport, BatchStopped, Fault, Progress
-from producer.batch.run import WINDOW, cancel, run
+from producer.batch.runner import WINDOW, cancel, run
 
 __all__ = ["WINDOW", "BatchError", "BatchInvalid", "BatchReport", "BatchStopped", "Fault", "Progress", "cancel", "run"]

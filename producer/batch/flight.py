@@ -7,6 +7,7 @@ found by looking at all of them when nothing has happened for a while.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,13 +21,14 @@ from producer.batch.index import Line
 from producer.batch.report import BatchStopped
 from producer.batch.response import Asked
 from producer.client import Client
-from producer.core import backoff
+from producer.core import READ_COUNT, backoff
 from producer.protocol.calls import JobExists
 from producer.protocol.connection import REDIS_DOWN
 from producer.protocol.job import JobEntry
 from producer.protocol.result import Result
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 OUTAGE_S = 300.0
 """How long a run outlives a Redis that is away or full."""
@@ -79,6 +81,8 @@ class Flights:
         self._looked = 0.0
         self._full_until = 0.0
         self._may_forget = True
+        self._reached = False
+        """Redis has answered once; who cannot reach it at all is told at once."""
         self._entries: list[str] = []
 
     def __len__(self) -> int:
@@ -127,7 +131,7 @@ class Flights:
         self._stop.wait(max(0.0, self._looked + LINGER_S - time.monotonic()))
         ids, self._look = self._look, []
         ended = self._patiently(lambda: self._client.finished(self._group, self._last, None if ids else IDLE_MS))
-        self._looked = time.monotonic()
+        self._looked = time.monotonic() if len(ended) < READ_COUNT else 0.0
         if ended:
             self._last = ended[-1][0]
             self._entries += (entry for entry, _ in ended)
@@ -160,12 +164,18 @@ class Flights:
 
     def _patiently(self, call: Callable[[], T]) -> T:
         """All calls may be repeated: a job that was added is refused as existing, and reads change nothing."""
-        give_up, pauses = time.monotonic() + OUTAGE_S, backoff()
+        give_up, pauses, noted = time.monotonic() + OUTAGE_S, backoff(), False
         while True:
             try:
-                return call()
-            except (*REDIS_DOWN, OutOfMemoryError):
-                if time.monotonic() > give_up:
+                answer = call()
+                self._reached = True
+                return answer
+            except (*REDIS_DOWN, OutOfMemoryError) as error:
+                unknown = not self._reached and not isinstance(error, OutOfMemoryError)
+                if unknown or time.monotonic() > give_up:
                     raise
+                if not noted:
+                    log.warning("waiting for Redis, up to %g s: %s", OUTAGE_S, error)
+                    noted = True
             if self._stop.wait(next(pauses)):
                 raise BatchStopped("stopped while Redis was away")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 _TABLE = """
     PRAGMA journal_mode = OFF;
     PRAGMA synchronous = OFF;
-    PRAGMA cache_size = -32768;
+    PRAGMA cache_size = -16384;
     CREATE TABLE lines (
         number INTEGER PRIMARY KEY, offset INTEGER, length INTEGER, prefix INTEGER, custom_id TEXT, done INTEGER
     );
@@ -53,6 +53,7 @@ class Index:
     def seal(self) -> None:
         """All lines are there: `repeated`, `take` and `plan` may be called."""
         self._db.execute("CREATE INDEX by_custom_id ON lines (custom_id)")
+        self._db.execute("BEGIN")  # for ever: nobody else reads it, and a transaction for each `take` costs
 
     def repeated(self) -> Iterator[tuple[int, int]]:
         """(line, earlier line with the same custom id), in order."""

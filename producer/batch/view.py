@@ -83,14 +83,14 @@ def shown(queue: str) -> Iterator[OnProgress]:
 class _Lines:
     def __init__(self, rate: Rate, silence: Silence) -> None:
         self._rate, self._silence = rate, silence
-        self._next = 0.0
+        self._next, self._last = 0.0, -1
 
     def __call__(self, now: Progress) -> None:
         if (note := self._silence.note(now)) is not None:
             print(note, file=sys.stderr, flush=True)
-        if time.monotonic() < self._next and now.done < now.total:
+        if time.monotonic() < self._next and (now.done < now.total or now.done == self._last):
             return
-        self._next = time.monotonic() + LINE_S
+        self._next, self._last = time.monotonic() + LINE_S, now.done
         speed, left = self._rate.of(now)
         print(
             f"{now.done}/{now.total} done, {now.failed} failed, {now.in_flight} in flight, {speed:.1f}/s, "

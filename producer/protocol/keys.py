@@ -124,6 +124,17 @@ class Keys:
     def quota(self, tenant: str) -> str:
         return f"{self.root}quota:{tenant}"
 
+    def running(self, tenant: str) -> str:
+        return f"{self.root}running:{tenant}"
+
+    @property
+    def returned(self) -> str:
+        return f"{self.root}returned"
+
+    @property
+    def reading(self) -> str:
+        return f"{self.root}reading"
+
     def worker(self, name: str) -> str:
         return f"{self.root}worker:{name}"
 

@@ -13,11 +13,13 @@ import pytest
 import redis
 from redis.exceptions import AuthenticationError, NoPermissionError
 
+from producer import batch
 from producer.client import Client
 from producer.janitor import clean_up
 from producer.protocol.connection import command_client
 from producer.protocol.keys import Keys
 from producer.protocol.replies import CancelReply
+from tests.producer.batch.files import request, write
 from tests.producer.mini import Queue as MiniQueue
 from tests.producer.rqprocess import rq_on
 from tests.support import RedisServer, eventually, free_port
@@ -68,7 +70,7 @@ def refused(client: redis.Redis, *command: object) -> None:
         client.execute_command(*command)
 
 
-def test_every_role_can_do_its_work(urls: dict[str, str], roles: dict[str, redis.Redis]) -> None:
+def test_every_role_can_do_its_work(urls: dict[str, str], roles: dict[str, redis.Redis], tmp_path: Path) -> None:
     queue = Queue(roles["producer"], urls["worker"], KEYS)
     operator = Queue(roles["operator"], urls["operator"], KEYS)
     with inside(Queue(roles["operator"], urls["worker"], KEYS), FakeEngine(step_seconds=0.005), lease_seconds="1"):
@@ -87,6 +89,10 @@ def test_every_role_can_do_its_work(urls: dict[str, str], roles: dict[str, redis
             assert later.cancel() is CancelReply.DONE
             soon = client.submit("x", max_tokens=3, delay=0.1)
             assert soon.result(timeout=10).status == "succeeded"
+            lines = write(tmp_path / "in.jsonl", [request("a", "x", model="fake"), request("b", "y", model="fake")])
+            assert batch.run(lines, tmp_path / "out.jsonl", client=client) == batch.BatchReport(2, 2, 0)
+            (ended,) = roles["operator"].scan_iter(match=KEYS.group_out("batch-*"))
+            assert roles["operator"].xlen(ended) == 0  # what was written is forgotten, so it may do that as well
         broken = queue.add(b"{")
         assert queue.result(broken)["error"]["code"] == "invalid_json"
         roles["operator"].hset(KEYS.meta, "paused", "1")
@@ -226,14 +232,14 @@ def test_a_restart_with_these_rules_keeps_what_scripts_and_transactions_wrote(tm
     shutil.copy(FILE, rules)
     server = RedisServer(tmp_path, free_port(), options=("--aclfile", str(rules)))
     url = f"redis://client:change-me-client@127.0.0.1:{server.port}/0"
-    server.spawn()
+    server.launch()
     with Client(url, "guarded") as client:
         eventually(lambda: _answers(client))
         job = client.submit("x", max_tokens=3)
         later = client.submit("x", max_tokens=3, delay=600)
         client.redis.pipeline(transaction=True).set(KEYS.cancel("j"), "user").set(KEYS.cancel("k"), "user").execute()
     server.stop()
-    server.spawn()
+    server.launch()
     with Client(url, "guarded") as client:
         eventually(lambda: _answers(client))
         assert client.redis.hget(KEYS.job(job.id), "state") == b"queued"

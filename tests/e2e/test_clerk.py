@@ -17,11 +17,12 @@ from tests.e2e.process import Start
 from tests.producer.mini import Queue as MiniQueue
 from tests.producer.receiver import Receiver, certificate, receiving
 from tests.producer.rqprocess import Rq, RqProcess, rq_on
-from tests.support import eventually
+from tests.support import RedisServer, eventually
 from tests.worker.harness import Queue
 
 pytestmark = pytest.mark.redis_server
 CLERK = ("--worker-class", "producer.clerk.ClerkWorker", "--with-scheduler")
+HURRY = ("--maintenance-interval", "1", "--worker-ttl", "16", "--job-monitoring-interval", "1")
 
 
 @pytest.fixture
@@ -44,6 +45,7 @@ def receiver(tls: tuple[Path, Path]) -> Iterator[Receiver]:
 def clerk(office: Rq, authority: Path) -> RqProcess:
     return office.worker(
         *CLERK,
+        *HURRY,
         TOKENMILL_CALLBACK_HOSTS="localhost",
         TOKENMILL_CALLBACK_SECRET="key",
         TOKENMILL_CALLBACK_CA_FILE=str(authority),
@@ -112,3 +114,35 @@ def test_a_second_clerk_adds_no_second_round_of_chores(own: Queue, office: Rq, t
     eventually(lambda: status(office, "janitor") == "scheduled", 30)
     jobs: Any = own.client.keys("rq:job:*")
     assert len(jobs) == 2
+
+
+def test_another_job_in_its_queue_need_not_wait_for_the_delivery_of_webhooks(
+    own: Queue, office: Rq, start: Start, tls: tuple[Path, Path]
+) -> None:
+    start(own)
+    clerk(office, tls[0])
+    eventually(lambda: status(office, "deliver_callbacks") == "started", 20)
+    office.ends(office.enqueue("generate", prompt="x", max_tokens=2), "finished")
+    eventually(lambda: status(office, "deliver_callbacks") == "started", 20)
+
+
+def test_webhooks_go_on_after_the_clerk_or_redis_is_killed(
+    own: Queue, own_redis: RedisServer, office: Rq, start: Start, receiver: Receiver, tls: tuple[Path, Path]
+) -> None:
+    start(own, callback_hosts="localhost")
+    process = clerk(office, tls[0])
+    with Client(own.url, own.keys.queue) as client:
+
+        def ask(number: int) -> None:
+            client.submit("x", id=f"j{number}", max_tokens=3, callback=receiver.url(), wait=True)
+            eventually(lambda: f"j{number}" in {one.headers["webhook-id"] for one in receiver.received}, 120, 0.1)
+
+        ask(1)
+        process.kill()
+        process = clerk(office, tls[0])
+        ask(2)
+        own_redis.kill()
+        own_redis.start()
+        ask(3)
+    assert len(receiver.received) == 3
+    assert process.stop() == 0

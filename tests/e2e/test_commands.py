@@ -154,7 +154,7 @@ def shell(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
         one = Shell(server, tmp_path, environ, [])
         try:
             if not any("tokenmill worker" in block.code for block in blocks(page) if block.info == "sh"):
-                one.serve("tokenmill worker --model fake")
+                one.serve("tokenmill worker --model fake --served-model-name smollm2-135m")
             yield one
         finally:
             for process in reversed(one.left):  # who waits for a worker ends before it

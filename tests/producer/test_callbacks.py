@@ -50,7 +50,7 @@ def deliver(queue: Queue) -> Iterator[Deliver]:
     with ExitStack() as opened:
 
         def one(until: Callable[[], Any], settings: WebhookSettings = SETTINGS, **more: Any) -> dict[str, int]:
-            courier = Courier(queue.url, queue.keys, settings, **more)
+            courier = Courier(queue.url, queue.keys, settings, block_ms=30, **more)
             opened.callback(courier.close)
             return courier.run(10, lambda: bool(until()))
 
@@ -144,7 +144,7 @@ def test_what_a_dead_clerk_held_is_delivered_after_a_lease(queue: Queue, receive
 def test_two_clerks_share_the_work_and_double_none(queue: Queue, receiver: Receiver) -> None:
     for number in range(40):
         ended(queue, f"j{number}", receiver.url())
-    couriers = [Courier(queue.url, queue.keys, SETTINGS) for _ in range(2)]
+    couriers = [Courier(queue.url, queue.keys, SETTINGS, block_ms=30) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         tallies = list(pool.map(lambda courier: courier.run(10, lambda: len(receiver.received) >= 40), couriers))
     for courier in couriers:

@@ -124,6 +124,7 @@ def test_a_job_whose_worker_is_killed_is_resumed_by_the_next(queue: Queue, rqueu
     assert not submitted(queue, f"{job.id}.g2")
 
 
+@pytest.mark.slow
 def test_a_finished_request_is_found_by_a_job_that_never_heard_of_it(
     queue: Queue, rqueue: Rq, worker: MiniWorker
 ) -> None:
@@ -166,6 +167,7 @@ def test_cancelling_a_running_job_in_rq_cancels_its_request(queue: Queue, rqueue
         assert client.job(f"{job.id}.g1").result(timeout=10).cancel_reason == "cancelled in RQ"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_job_that_runs_out_of_time_cancels_unless_it_will_come_back(
     queue: Queue, rqueue: Rq, worker: MiniWorker, retries: int

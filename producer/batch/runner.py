@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ CHUNK_BYTES = 8 << 20
 FLUSH_LINES = 256
 FLUSH_BYTES = 4 << 20
 CANCEL_CHUNK = 1024
+CANCEL_EMPTY = 16
+"""Chunks without a job that Redis knows, after which there are no more."""
 PathLike = str | Path
 
 
@@ -98,17 +101,17 @@ def cancel(
         redis.RedisError: Redis is away; call it again.
     """
     with _files(input_path, output_path, errors_path, threading.Event()) as files:
-        lines, cancelled = files.index.plan(), 0
+        lines, cancelled, empty = files.index.plan(), 0, 0
         state = files.outputs.state
-        # Lines are submitted in the plan's order, so what is in flight comes first in what is left of it.
-        while some := [state.job_id(line.number) for line in islice(lines, CANCEL_CHUNK)]:
+        # Lines are submitted in the plan's order, so what is in flight comes early in what is left of it; there are
+        # gaps where the queue had no room for some.
+        while empty < CANCEL_EMPTY and (some := [state.job_id(line.number) for line in islice(lines, CANCEL_CHUNK)]):
             states = client.states(some)
             for job_id, told in zip(some, states, strict=True):
                 if told in ("queued", "running"):
                     client.job(job_id).cancel(reason)
                     cancelled += 1
-            if not any(states):
-                break
+            empty = 0 if any(states) else empty + 1
         files.outputs.next_generation()
         return cancelled
 
@@ -123,13 +126,16 @@ def _files(
     for path in (output, errors):
         if path is not None:
             _check_output(path, source_path)
-    with ExitStack() as opened:
-        source = opened.enter_context(Source(source_path, output.parent))
-        index = Validator(source, stop).index()
-        opened.callback(index.close)
-        outputs = opened.enter_context(Outputs(output, errors, source.digest))
-        outputs.recover(index)
-        yield Files(source, index, outputs)
+    try:
+        with ExitStack() as opened:
+            source = opened.enter_context(Source(source_path, output.parent))
+            index = Validator(source, stop).index()
+            opened.callback(index.close)
+            outputs = opened.enter_context(Outputs(output, errors, source.digest))
+            outputs.recover(index)
+            yield Files(source, index, outputs)
+    except sqlite3.Error as error:
+        raise BatchError(f"the temporary index: {error}; TMPDIR says where it grows") from None
 
 
 def _check_output(path: Path, source: Path) -> None:
@@ -173,9 +179,10 @@ class _Run:
         waiting: list[Ready] = []
         self._tell()
         try:
-            more = True
-            while (more or len(self._flights)) and not self._stop.is_set():
+            while not self._stop.is_set():
                 more = self._fill(ready, waiting)
+                if not more and not len(self._flights):
+                    break
                 self._write()
                 if time.monotonic() - self._synced > SYNC_S:
                     self._sync()
