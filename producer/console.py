@@ -59,7 +59,7 @@ def connected(url: str, queue: str, prefix: str) -> Iterator[Client]:
     except TimeoutError as late:
         end(Exit.EXPIRED, str(late))
     except RedisError as error:
-        end(Exit.UNAVAILABLE, f"Redis at {redact(url)}: {error}")
+        end(Exit.UNAVAILABLE, f"Redis at {redact(url)}: {_told(error)}")
     except JobExists as error:
         end(Exit.USAGE, str(error))
     except EnqueueRefused as error:
@@ -70,3 +70,14 @@ def connected(url: str, queue: str, prefix: str) -> Iterator[Client]:
         end(Exit.USAGE, str(error))
     except KeyboardInterrupt:
         end(Exit.INTERRUPTED)
+
+
+def _told(error: RedisError) -> str:
+    """An error of Redis, and for those that a first try meets what to do."""
+    text = str(error)
+    # Without a login Redis cuts off what is long, such as a script, before it says "Authentication required".
+    if "unauthenticated" in text or "Authentication required" in text:
+        return "it wants a login: --redis redis://USER:PASSWORD@HOST:PORT/0"
+    if "refused" in text:
+        return f"{text.rstrip('.')}; start one there, or name another with --redis"
+    return text

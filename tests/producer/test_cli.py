@@ -16,7 +16,7 @@ from producer import cli
 from producer.cli import Exit
 from producer.version import version
 from tests.producer.mini import MiniWorker, Queue
-from tests.support import eventually
+from tests.support import RedisServer, eventually
 from worker.settings import Settings, option
 
 
@@ -148,6 +148,20 @@ def test_who_waits_for_long_is_told_what_for(
     done = CliRunner().invoke(cli.app, [*arguments, *where])
     assert done.exit_code == Exit.EXPIRED
     assert done.stderr.count(told.format(queue=queue.keys.queue)) == 1
+
+
+@pytest.mark.redis_server
+def test_a_redis_that_wants_a_login_says_so(own_redis: RedisServer) -> None:
+    with own_redis.client() as client:
+        client.config_set("requirepass", "secret")
+    for arguments in (["submit", "x", "--no-wait"], ["info"]):
+        done = CliRunner().invoke(cli.app, [*arguments, "--redis", own_redis.url])
+        assert done.exit_code == Exit.UNAVAILABLE
+        assert "it wants a login" in done.stderr
+
+
+def test_a_redis_that_is_away_is_told_with_what_to_do(queue: Queue) -> None:
+    assert "start one there, or name another" in run(queue, "info", "--redis", "redis://127.0.0.1:1/0").stderr
 
 
 def test_the_version_is_printed_without_a_command(queue: Queue) -> None:

@@ -192,7 +192,7 @@ def test_what_is_no_regular_file_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(BatchError, match="directory|no regular file"):
+    with pytest.raises(BatchError, match=r"directory|no regular file"):
         Outputs(Path(name), None, DIGEST)
     assert list(tmp_path.iterdir()) == []
     assert not Path("/dev/null.state").exists()
