@@ -29,7 +29,7 @@ from producer.protocol.events import FinalEvent
 from producer.protocol.keys import LANES
 from producer.protocol.replies import CancelReply
 from producer.protocol.result import Result, Status
-from producer.version import version
+from producer.protocol.version import version
 
 _BY_STATUS = {
     Status.SUCCEEDED: Exit.SUCCEEDED,

@@ -28,7 +28,7 @@ from producer.protocol.connection import blocking_client, command_client, redact
 from producer.protocol.errors import JobError
 from producer.protocol.keys import Keys
 from producer.protocol.scripts import Scripts
-from producer.version import version
+from producer.protocol.version import version
 from worker import logs
 from worker.blame import Quarantine
 from worker.cancellation import Canceller

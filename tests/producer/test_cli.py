@@ -8,13 +8,15 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from producer import cli
 from producer.cli import Exit
-from producer.version import version
+from producer.protocol.version import version
+from tests.producer.batch.files import request, write
 from tests.producer.mini import MiniWorker, Queue
 from tests.support import RedisServer, eventually
 from worker.settings import Settings, option
@@ -151,10 +153,12 @@ def test_who_waits_for_long_is_told_what_for(
 
 
 @pytest.mark.redis_server
-def test_a_redis_that_wants_a_login_says_so(own_redis: RedisServer) -> None:
+def test_a_redis_that_wants_a_login_says_so(own_redis: RedisServer, tmp_path: Path) -> None:
+    given = write(tmp_path / "in.jsonl", [request("a")])
     with own_redis.client() as client:
         client.config_set("requirepass", "secret")
-    for arguments in (["submit", "x", "--no-wait"], ["info"]):
+    batch = ["batch", "run", str(given), "-o", str(tmp_path / "out.jsonl")]
+    for arguments in (["submit", "x", "--no-wait"], ["info"], batch):
         done = CliRunner().invoke(cli.app, [*arguments, "--redis", own_redis.url])
         assert done.exit_code == Exit.UNAVAILABLE
         assert "it wants a login" in done.stderr
