@@ -14,9 +14,11 @@ import torch
 import typer
 
 from bench import attention as attention_bench
+from bench import growth as growth_bench
 from bench import measure, offline, queued
 from bench import pressure as pressure_bench
 from bench import publish as publish_bench
+from bench import quality as quality_bench
 from bench import scheduler as scheduler_bench
 from bench.workloads import WORKLOADS, Item
 from kernels import native
@@ -36,6 +38,7 @@ def engine(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N requests of the workload.")] = None,
     model: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "smollm2-135m",
     dtype: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "auto",
+    quantize: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "none",
     kv_cache_memory: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "2GiB",
     max_model_len: Annotated[int, typer.Option(help="As for `tokenmill worker`.")] = 2048,
 ) -> None:
@@ -46,7 +49,13 @@ def engine(
         raise typer.BadParameter(f"--only is offline or redis, not {only!r}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server and the worker are stopped
     items = WORKLOADS[workload]()[:limit]
-    options = {"model": model, "dtype": dtype, "kv_cache_memory": kv_cache_memory, "max_model_len": str(max_model_len)}
+    options = {
+        "model": model,
+        "dtype": dtype,
+        "quantize": quantize,
+        "kv_cache_memory": kv_cache_memory,
+        "max_model_len": str(max_model_len),
+    }
     print(_machine())
     direct: list[measure.Run] = []
     through: list[measure.Run] = []
@@ -89,6 +98,25 @@ def publish(
 ) -> None:
     """CPU of the worker for a token event through a real Redis, and what the engine's steps feel of it."""
     raise typer.Exit(0 if publish_bench.report(streams, rate, seconds) else 1)
+
+
+@app.command()
+def quality(
+    windows: Annotated[int, typer.Option(min=1, help="Pieces of text.")] = 16,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 512,
+    model: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "smollm2-135m",
+) -> None:
+    """Perplexity of fp32, bf16 and int8 on the same text, and how far the latter two are from the first."""
+    quality_bench.report(model, windows, length)
+
+
+@app.command()
+def growth(
+    folder: Annotated[Path, typer.Option(help="Where the pictures go.")] = Path("docs/images"),
+    model: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "smollm2-135m",
+) -> None:
+    """Decode speed and step overhead over running sequences, context and waiting jobs, as tables and pictures."""
+    growth_bench.report(model, folder)
 
 
 @app.command()

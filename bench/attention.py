@@ -136,7 +136,7 @@ def _batch(case: Case, blocks: list[int]) -> AttentionBatch:
 
 
 def bandwidth(size: int = 256 << 20) -> float:
-    """Bytes a second that all threads read from memory together: the best of five sums, on huge pages as the pool is."""
+    """Bytes a second that all threads read from memory together: the best of five sums, on huge pages."""
     values = torch.empty(size // 8, dtype=torch.int64)
     if (library := native.library()) is not None:
         library.tm_huge_pages(values.data_ptr(), size)

@@ -31,6 +31,8 @@ class Run:
     gaps: str = "each"
     """`each` gap or the `mean` of a request: what `inter_token` holds."""
     note: str = ""
+    cpu: dict[str, float] = field(default_factory=dict)
+    """Seconds of CPU, by whom."""
 
     @property
     def output_rate(self) -> float:
@@ -58,7 +60,8 @@ def line(run: Run) -> str:
         f"first token {spread(run.first_token)} ms, between tokens ({run.gaps}) {spread(run.inter_token)} ms "
         f"(p50/p90/p99{run.note})"
     )
-    return f"{run.name:<14} {asked}: {rates}; {latency}"
+    cpu = ", ".join(f"{name} {seconds / run.output_tokens * 1e6:.0f}" for name, seconds in run.cpu.items())
+    return f"{run.name:<14} {asked}: {rates}; {latency}" + (f"; µs of CPU an output token: {cpu}" if cpu else "")
 
 
 def ratio(queued: Sequence[Run], direct: Sequence[Run]) -> float:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import socket
 import time
+import urllib.request
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,13 +17,14 @@ from typing import Any
 
 import orjson
 import redis
+from prometheus_client.parser import text_string_to_metric_families
 
 from bench.measure import Run
 from bench.workloads import Item
 from producer.protocol.connection import blocking_client, command_client
 from producer.protocol.keys import Keys
 from producer.protocol.result import Result, Status
-from tests.support import running_redis
+from tests.support import eventually, free_port, running_redis
 from worker.child import WorkerProcess, worker_process
 
 QUEUE = "bench"
@@ -41,6 +44,8 @@ class Stack:
     reader: redis.Redis
     worker: WorkerProcess
     keys: Keys
+    port: int
+    """Of the worker's metrics."""
 
     def run(self, items: list[Item], salt: str, readers: bool) -> Run:
         """Enqueue all items at once and wait until the last one has its result.
@@ -50,6 +55,7 @@ class Stack:
             readers: Whether this process reads all streams while they grow.
         """
         ids = [uuid.uuid4().hex for _ in items]
+        before = self._cpu()
         start = time.monotonic()
         self._enqueue(ids, items, salt)
         arrivals = self._read(ids) if readers else {}
@@ -63,11 +69,38 @@ class Stack:
             output_tokens=sum(item.output_tokens for item in items),
             seconds=seconds,
         )
+        run.cpu = {name: spent - before[name] for name, spent in self._cpu().items()}
         if readers:
             _seen_by_readers(run, start, arrivals)
         else:
             _told_by_results(run, results)
         return run
+
+    def answers(self) -> bool:
+        """Whether the worker serves its metrics already."""
+        self.worker.check()
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+            return True
+        return False
+
+    def _cpu(self) -> dict[str, float]:
+        """Seconds of CPU that were taken so far, by whom."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as reply:
+            families = list(text_string_to_metric_families(reply.read().decode()))
+        threads = {
+            sample.labels["thread"]: sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == "tokenmill_thread_cpu_seconds_total"
+        }
+        server: dict[str, Any] = self.client.info("cpu")
+        model = threads.pop("engine") + threads.pop("other")
+        return {
+            "engine and OpenMP": model,
+            "the worker's other threads": sum(threads.values()),
+            "Redis": server["used_cpu_user"] + server["used_cpu_sys"],
+            "producer and reader": time.process_time(),
+        }
 
     def _enqueue(self, ids: list[str], items: list[Item], salt: str) -> None:
         pipe = self.client.pipeline(transaction=False)
@@ -146,9 +179,12 @@ def stack(options: list[str]) -> Iterator[Stack]:
     with contextlib.ExitStack() as exits:
         folder = exits.enter_context(TemporaryDirectory(prefix="tokenmill-bench-"))
         server = exits.enter_context(running_redis(Path(folder)))
-        worker = exits.enter_context(worker_process("--redis", server.url, "--queue", QUEUE, *options))
+        port = free_port()
+        address = ("--redis", server.url, "--queue", QUEUE, "--http-port", str(port))
+        worker = exits.enter_context(worker_process(*address, *options))
         client = exits.enter_context(command_client(server.url))
         reader = exits.enter_context(blocking_client(server.url, block_ms=1000))
-        made = Stack(client, reader, worker, Keys(QUEUE))
+        made = Stack(client, reader, worker, Keys(QUEUE), port)
+        eventually(made.answers, timeout=120)
         made.run([Item((7,) * 20, 4)], "warm-up", readers=False)
         yield made

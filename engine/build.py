@@ -15,13 +15,14 @@ from engine.models.loading import LoadedModel, load_model
 from engine.policy import PreemptionCost
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
-from kernels.attention import get_backend
-from kernels.linear import bucket
+from kernels.attention import AttentionBackend, get_backend
 
 log = structlog.get_logger()
 
 DEFAULT_KV_CACHE_MEMORY = 2 << 30
-"""Bytes of KV pool where neither a size nor a number of blocks is asked for."""
+"""Bytes of KV pool on a CPU where neither a size nor a number of blocks is asked for."""
+_DEVICE_SHARE = 0.8
+"""The same on a GPU: the pool's share of what is free once the weights are there. The rest is for a step's values."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,11 +36,12 @@ class CacheOptions:
     swap_file: str | None = None
     """Keep the host tier in this file, memory-mapped, instead of in anonymous memory."""
     attention: str = "auto"
-    """Name of an attention backend."""
+    """Name of an attention backend; `auto` takes the best that runs the model here."""
 
 
 def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions) -> tuple[Engine, LoadedModel]:
-    """Load the model and allocate the pool; `num_blocks` and `max_model_len` of `config` are set from what is found.
+    """Load the model and allocate the pool. `num_blocks` and `max_model_len` of `config` are set from what is found,
+    and `block_size` where it is 0.
 
     Raises:
         engine.models.loading.LoadError: the model cannot be loaded.
@@ -47,17 +49,10 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
     """
     loaded = load_model(model)
     backend = get_backend(cache.attention, loaded.cache_spec(config.block_size))
-    num_blocks = cache.num_blocks
-    if num_blocks is None:
-        budget = DEFAULT_KV_CACHE_MEMORY if cache.memory_bytes is None else cache.memory_bytes
-        num_blocks = budget // backend.block_bytes
-        if num_blocks < 1:
-            raise ValueError(
-                f"{budget} bytes of KV cache hold no block: "
-                f"one of {config.block_size} tokens takes {backend.block_bytes}"
-            )
+    num_blocks = _num_blocks(cache, backend)
     config = dataclasses.replace(
         config,
+        block_size=backend.spec.block_size,
         num_blocks=num_blocks,
         host_slots=cache.swap_bytes // backend.block_bytes,
         max_model_len=loaded.max_model_len,
@@ -73,7 +68,7 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
         host=host,
         block_size=config.block_size,
         eos_token_ids=loaded.generation.eos_token_ids,
-        bucket=bucket,
+        bucket=loaded.bucket,
     )
     engine = Engine(
         config,
@@ -97,6 +92,33 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
         batch_invariant=loaded.batch_invariant,
     )
     return engine, loaded
+
+
+def _num_blocks(cache: CacheOptions, backend: AttentionBackend) -> int:
+    """How many blocks the pool has.
+
+    Raises:
+        ValueError: none.
+    """
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    budget = cache.memory_bytes
+    if budget is None:
+        budget = _default_memory(backend.spec.device)
+    num_blocks = budget // backend.block_bytes
+    if num_blocks < 1:
+        raise ValueError(
+            f"{budget} bytes of KV cache hold no block: "
+            f"one of {backend.spec.block_size} tokens takes {backend.block_bytes}"
+        )
+    return num_blocks
+
+
+def _default_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return DEFAULT_KV_CACHE_MEMORY
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * _DEVICE_SHARE)
 
 
 def _host_tier(slots: int, block_bytes: int, file: str | None, device: torch.device) -> Tensor:

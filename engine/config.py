@@ -19,6 +19,8 @@ class ModelOptions:
     """Longest sequence, prompt and output, in tokens; None takes the model's own limit."""
     backend: str = "auto"
     """`auto`, `fused` (the config-driven decoder) or `transformers` (any model it can run)."""
+    quantize: str = "none"
+    """`none`, or `int8`: the fused decoder's linears on the CPU multiply 8-bit weights and inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class EngineConfig:
     max_model_len: int = 2048
     """Longest sequence, prompt and output, in tokens."""
     block_size: int = 16
-    """Tokens in a KV block."""
+    """Tokens in a KV block; 0 takes what suits the attention backend, see `engine.build`."""
     num_blocks: int = 1024
     """Blocks in the KV pool."""
     watermark: float = 0.01
@@ -46,9 +48,11 @@ class EngineConfig:
     """How much longer each lower lane waits at most: after that it goes before newcomers of the lane above."""
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_blocks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.block_size < 0:
+            raise ValueError(f"block_size must not be negative, as {self.block_size} is")
 
     @property
     def capacity(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -15,6 +15,7 @@ from engine.plan import Plan
 from engine.sampler import Row, Sampled, Sampler, token_logprobs
 from engine.sequence import Sequence
 from kernels.attention.base import AttentionBatch
+from kernels.device import upload
 
 
 class Runner(Protocol):
@@ -67,9 +68,7 @@ class ModelRunner:
             (plan.copies, self.pool, self.pool),
         ):
             if pairs:
-                read, write = torch.tensor(pairs, dtype=torch.int64).T
-                copied = source.index_select(0, read.to(source.device))
-                target.index_copy_(0, write.to(target.device), copied.to(target.device))
+                _copy(pairs, source, target)
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> Sampled:
@@ -111,19 +110,21 @@ class ModelRunner:
             cu_seqlens.append(len(ids))
             sample_rows += [len(ids) - 1] * len(piece.sampling)
             prompt_rows += [cu_seqlens[-2] + position - piece.start for position in piece.prompt_rows]
-        padding = self.bucket(len(ids)) - len(ids)
+        rows = self.bucket(len(ids))
+        padding = rows - len(ids)
+        zeros = [0] * padding
+        together = ids + zeros + positions + zeros + slots + [-1] * padding + sample_rows + prompt_rows
+        sizes = [rows, rows, rows, len(sample_rows) + len(prompt_rows)]
+        packed = upload(together, torch.int64, self.pool.device)
+        token_ids, at, places, wanted = torch.split(packed, sizes)
         attention = AttentionBatch(
-            slots=torch.tensor(slots + [-1] * padding, dtype=torch.int64),
-            positions=torch.tensor(positions + [0] * padding, dtype=torch.int64),
+            slots=places,
+            positions=at,
             cu_seqlens=tuple(cu_seqlens),
             context_lens=tuple(piece.start + piece.num_tokens for piece in plan.slices),
             block_tables=tuple(tuple(piece.seq.block_table) for piece in plan.slices),
         )
-        return Batch(
-            token_ids=torch.tensor(ids + [0] * padding, dtype=torch.int64),
-            attention=attention,
-            sample_rows=torch.tensor(sample_rows + prompt_rows, dtype=torch.int64),
-        )
+        return Batch(token_ids=token_ids, attention=attention, sample_rows=wanted)
 
     def _row(self, seq: Sequence) -> Row:
         return Row(
@@ -136,3 +137,14 @@ class ModelRunner:
             eos_token_ids=self.eos_token_ids,
             matcher=seq.matcher,
         )
+
+
+def _copy(pairs: Iterable[tuple[int, int]], source: Tensor, target: Tensor) -> None:
+    """Copy blocks, `(from, to)` each, as if all were read before one is written."""
+    if source.device == target.device:
+        read, write = upload([i for pair in pairs for i in pair], torch.int64, source.device).view(-1, 2).T
+        target.index_copy_(0, write, source.index_select(0, read))
+        return
+    # Two tiers, so that none reads what another writes. The device makes the copies in order, before what comes later.
+    for read, write in pairs:
+        target[write].copy_(source[read], non_blocking=True)

@@ -201,7 +201,8 @@ def apply_masks(logits: Tensor, matchers: dict[int, Matcher]) -> None:
     mask = llguidance.torch.allocate_token_bitmask(len(rows), logits.shape[-1])
     for i, matcher in enumerate(matchers.values()):
         matcher.fill(mask, i)
-    bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
-    allowed = bits.reshape(len(rows), -1)[:, : logits.shape[-1]].bool().to(logits.device)
+    mask = mask.to(logits.device)
+    bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)) & 1
+    allowed = bits.reshape(len(rows), -1)[:, : logits.shape[-1]].bool()
     index = torch.tensor(rows, device=logits.device)
     logits[index] = logits[index].masked_fill(~allowed, -torch.inf)

@@ -1,26 +1,46 @@
-"""Linear layers whose rows don't depend on the batch: oneDNN with prepacked weights on the CPU, `F.linear` elsewhere.
+"""Linear layers whose rows don't depend on the batch.
 
-A prepacked oneDNN product gives a row the same bits for every number of rows from 2 on (measured in fp32 and bf16);
-rows are padded to buckets, since oneDNN builds one primitive for each row count that it meets.
+On CPUs with dot products of bf16 the products are our own (`csrc/gemm.h`), for any number of rows. Elsewhere they are
+oneDNN's with prepacked weights, which give a row the same bits for every number of rows from 2 on (measured in fp32
+and bf16); rows are padded to buckets there, since oneDNN builds one primitive for each row count that it meets. Other
+devices have `F.linear`.
+
+int8 is W8A8: one scale for each output (weights) and for each row (inputs), both symmetric, sums in whole numbers. They
+are exact, so every implementation gives the same bits (LLM.int8(), Dettmers et al. 2022, without the outliers).
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from functools import cache
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import native
+from kernels.ops import quantize, silu_mul
+
 _FALLBACK_ROWS = 16
 """`F.linear` on the CPU is another kernel for few rows."""
+_PANEL = 32
+"""Outputs whose weights lie together; `PANEL` of csrc/native.h."""
+_MAX_INT8_INPUTS = 1 << 16
+"""More products of two bytes might not fit into 32 bits."""
 
 
 def bucket(rows: int) -> int:
-    """The row count that `rows` is padded to: 2, 4, 8, 16, then multiples of 16."""
+    """The row count that `rows` is padded to for oneDNN: 2, 4, 8, 16, then multiples of 16."""
     if rows <= 16:
         return max(2, 1 << (rows - 1).bit_length()) if rows > 1 else 2
     return -(-rows // 16) * 16
+
+
+def row_bucket(dtype: torch.dtype) -> Callable[[int], int]:
+    """What row counts a model of this type on the CPU is best given: any where the products are our own."""
+    return (lambda rows: rows) if _native(dtype) is not None else bucket
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:
@@ -45,37 +65,167 @@ def can_prepack(dtype: torch.dtype) -> bool:
     return torch.allclose(out.float(), x.float() @ weight.float().t())
 
 
+class _Product(Protocol):
+    """One way to compute `x @ weight.T + bias`."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
 class Linear:
     """`y = x @ weight.T + bias`, for `x` of shape `[rows, in]`. Keeps a packed copy of the weight only.
 
     Args:
         weight: `[out, in]`.
         bias: `[out]` or None.
+        gated: the first half of the outputs are gates, the second what they let through: `y = silu(gate) * up`.
+        int8: multiply in int8. Outputs that are too few or inputs that are too many for it keep their type.
     """
 
-    __slots__ = ("_bias", "_packed", "_weight", "in_features", "out_features")
+    __slots__ = ("_dtype", "_gate", "_product", "in_features", "out_features")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._bias = bias
-        self._packed = weight.device.type == "cpu" and can_prepack(weight.dtype)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._packed else weight
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, int8: bool = False) -> None:
+        rows, self.in_features = weight.shape
+        self.out_features = rows // 2 if gated else rows
+        self._dtype = weight.dtype
+        int8 = int8 and self.in_features <= _MAX_INT8_INPUTS
+        packs = weight.device.type == "cpu" and self.in_features % (4 if int8 else 2) == 0
+        native_gate = not gated or self.out_features % _PANEL == 0
+        self._gate = gated
+        self._product: _Product
+        if packs and native_gate and _native(weight.dtype) is not None:
+            self._gate = False
+            self._product = _Packed(weight, bias, gated, int8)
+        elif int8:
+            self._product = _Int8(weight, bias)
+        elif weight.device.type == "cpu":
+            self._product = (_OneDnn if can_prepack(weight.dtype) else _Plain)(weight, bias)
+        else:
+            self._product = lambda x: F.linear(x, weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu":
-            return F.linear(x, self._weight, self._bias)
-        rows = x.shape[0]
-        x = pad_rows(x, bucket(rows) if self._packed else max(rows, _FALLBACK_ROWS))
-        out: Tensor
-        if self._packed:
-            out = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        else:
-            out = F.linear(x, self._weight, self._bias)
-        return out[:rows]
+        y = self._product(x)
+        return silu_mul(y.contiguous()) if self._gate else y
 
     @property
     def invariant(self) -> bool:
         """Whether a row's bits are the same for every row count, checked by running it."""
-        x = torch.randn(64, self.in_features, generator=torch.Generator().manual_seed(0)).to(self._weight.dtype)
+        x = torch.randn(64, self.in_features, generator=torch.Generator().manual_seed(0)).to(self._dtype)
         whole = self(x)
         return all(torch.equal(self(x[:rows]), whole[:rows]) for rows in (1, 2, 3, 7, 16, 33))
+
+
+class _OneDnn:
+    """oneDNN's product with a prepacked weight, in buckets of rows."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        x = pad_rows(x, bucket(rows))
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return out[:rows]
+
+
+class _Plain:
+    """`F.linear` on the CPU."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        return F.linear(pad_rows(x, max(rows, _FALLBACK_ROWS)), self._weight, self._bias)[:rows]
+
+
+class _Int8:
+    """W8A8 in torch's operations."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._scales = _quantized(weight)
+        self._bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        values, scales = quantize(x)
+        sums = torch._int_mm(values.to(torch.int16).sub_(128).to(torch.int8), self._weight.t())
+        y = sums.float() * (self._scales * scales[:, None])
+        return (y if self._bias is None else y + self._bias).to(x.dtype)
+
+
+class _Packed:
+    """Our own product: bf16 or int8 weights in panels, rows of any number."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, gated: bool, int8: bool) -> None:
+        outputs, self._inputs = weight.shape
+        self._outputs = outputs // 2 if gated else outputs
+        self._gated = gated
+        if gated:  # panels of gates and of ups take turns
+            weight = _interleave(weight)
+            bias = None if bias is None else _interleave(bias)
+        weight = _padded(weight)
+        self._int8 = int8
+        self._scales = self._offsets = None
+        if int8:
+            weight, self._scales = _quantized(weight)
+            self._offsets = weight.sum(1, dtype=torch.int32) * 128
+        lanes = 4 if int8 else 2
+        self._steps = self._inputs // lanes
+        panels = weight.view(-1, _PANEL, self._steps, lanes).transpose(1, 2)
+        self._weight = torch.empty(panels.shape, dtype=panels.dtype)
+        native.huge_pages(self._weight)
+        self._weight.copy_(panels)
+        self._bias = None if bias is None else _padded(bias.float())
+        self._library: Any = native.library()
+        self._pointers = tuple(
+            None if x is None else x.data_ptr() for x in (self._weight, self._bias, self._scales, self._offsets)
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = torch.empty((x.shape[0], self._outputs), dtype=torch.bfloat16)
+        x_scales = None
+        if self._int8:
+            x, x_scales = quantize(x)
+        weight, bias, scales, offsets = self._pointers
+        product = native.Product(
+            x.data_ptr(),
+            x.stride(0) * x.itemsize,
+            out.data_ptr(),
+            self._outputs,
+            weight,
+            bias,
+            x.shape[0],
+            self._outputs,
+            self._steps,
+            self._gated,
+            scales,
+            offsets,
+            None if x_scales is None else x_scales.data_ptr(),
+        )
+        self._library.tm_matmul(ctypes.byref(product), torch.get_num_threads())
+        return out
+
+
+def _native(dtype: torch.dtype) -> Any | None:
+    """The compiled kernels, if they multiply this type."""
+    library = native.library()
+    return library if library is not None and dtype == torch.bfloat16 and library.tm_has_matmul() else None
+
+
+def _interleave(x: Tensor) -> Tensor:
+    """`[2 * n, ...]`, gates before ups: a panel of gates, a panel of ups, and so on."""
+    return x.view(2, -1, _PANEL, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+
+
+def _padded(x: Tensor) -> Tensor:
+    """`x` with rows of zeros up to a whole panel."""
+    return pad_rows(x, -(-x.shape[0] // _PANEL) * _PANEL)
+
+
+def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 `[out, in]` and fp32 `[out]`: `weight` is close to their product."""
+    wide = weight.float()
+    scales = wide.abs().amax(1) / 127
+    return torch.round(wide / scales.clamp(min=1e-30)[:, None]).to(torch.int8), scales

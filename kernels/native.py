@@ -81,12 +81,33 @@ class Write(Structure):
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("eps", c_float),
+        ("wide_norms", c_int32),
     )
 
 
-_VERSION = 2
+class Product(Structure):
+    """`Product` of csrc/native.h."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("rows", c_int32),
+        ("cols", c_int32),
+        ("steps", c_int32),
+        ("gated", c_int32),
+        ("scales", c_void_p),
+        ("offsets", c_void_p),
+        ("x_scales", c_void_p),
+    )
+
+
+_VERSION = 4
 """Of the functions and structures; in csrc/native.cpp too."""
-_RETURN_INT = ("tm_version", "tm_choose", "tm_huge_pages")
+_RETURN_INT = ("tm_version", "tm_choose", "tm_huge_pages", "tm_has_matmul")
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "tm_version": (),
     "tm_choose": (c_int,),
@@ -95,9 +116,14 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "tm_attend": (POINTER(Cache), POINTER(Batch), POINTER(Attend), c_int),
     "tm_store": (POINTER(Cache), POINTER(Batch), c_int, c_void_p, c_int64, c_void_p, c_int64, c_int),
     "tm_write": (POINTER(Cache), POINTER(Batch), POINTER(Write), c_int),
-    "tm_add_rms_norm": (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float, c_int, c_int),
+    "tm_add_rms_norm": (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float, c_int, c_int, c_int),
     "tm_argmax": (c_void_p, c_int64, c_int, c_int, c_int, c_void_p, c_void_p, c_int),
+    "tm_has_matmul": (),
+    "tm_matmul": (POINTER(Product), c_int),
+    "tm_quantize": (c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_int),
     "tm_silu_mul": (c_void_p, c_void_p, c_int, c_int, c_int, c_int),
+    "tm_gelu_mul": (c_void_p, c_void_p, c_int, c_int, c_int, c_int),
+    "tm_softcap": (c_void_p, c_int, c_int, c_float, c_int, c_int),
 }
 
 
@@ -108,11 +134,11 @@ def _load() -> tuple[Any | None, str]:
     if path is None:
         return None, "the compiled kernels are not installed"
     found = ctypes.CDLL(str(path))
+    if found.tm_version() != _VERSION:  # first of all: another version may lack some of the functions
+        return None, "the compiled kernels are of another version: install the package again"
     for name, arguments in _SIGNATURES.items():
         getattr(found, name).argtypes = arguments
         getattr(found, name).restype = c_int if name in _RETURN_INT else None
-    if found.tm_version() != _VERSION:
-        return None, "the compiled kernels are of another version: install the package again"
     if not found.tm_choose(len(INSTRUCTION_SETS)):
         return None, "the compiled kernels need a CPU with AVX2"
     parallel = _gomp_parallel()
@@ -125,6 +151,12 @@ def _load() -> tuple[Any | None, str]:
 def library() -> Any | None:
     """The library; None where it was not built or the CPU lacks AVX2."""
     return _load()[0]
+
+
+def huge_pages(memory: torch.Tensor) -> None:
+    """Ask for huge pages where this contiguous tensor lies; best before anything is written there."""
+    if (found := library()) is not None:
+        found.tm_huge_pages(memory.data_ptr(), memory.nbytes)
 
 
 def missing() -> str:

@@ -16,12 +16,15 @@ from kernels import native
 from kernels import ops_reference as reference
 from kernels.ops_reference import rotary
 
-__all__ = ["add_rms_norm", "argmax", "rms_norm", "rotary", "silu_mul"]
+__all__ = ["add_rms_norm", "argmax", "gelu_mul", "quantize", "rms_norm", "rotary", "silu_mul", "softcap"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / rms(x) * weight` over the last dimension, in fp32 up to the product with `weight` (Zhang, Sennrich 2019)."""
-    library = _library(x, weight)
+    """`x / rms(x) * weight` over the last dimension, in fp32 up to the product with `weight` (Zhang, Sennrich 2019).
+
+    A weight of x's dtype multiplies after the rounding to it, one of fp32 before.
+    """
+    library = _library(x, weight=weight)
     if library is None:
         return reference.rms_norm(x, weight, eps)
     out = torch.empty_like(x)
@@ -31,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of `x + residual`, and that sum, which may have taken the place of `residual`."""
-    library = _library(x, residual, weight)
+    library = _library(x, residual, weight=weight)
     if library is None:
         return reference.add_rms_norm(x, residual, weight, eps)
     out = torch.empty_like(x)
@@ -49,6 +52,27 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     bf16 = gate_up.dtype == torch.bfloat16
     library.tm_silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, cols, bf16, torch.get_num_threads())
     return out
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """`gelu(gate) * up` as `silu_mul`, with the tanh form of GELU (Hendrycks, Gimpel 2016)."""
+    library = _library(gate_up)
+    if library is None:
+        return reference.gelu_mul(gate_up)
+    rows, cols = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty((rows, cols))
+    bf16 = gate_up.dtype == torch.bfloat16
+    library.tm_gelu_mul(gate_up.data_ptr(), out.data_ptr(), rows, cols, bf16, torch.get_num_threads())
+    return out
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """`cap * tanh(x / cap)` of `x` (`[rows, cols]`), in fp32 up to the result. `x` may be overwritten."""
+    library = _library(x)
+    if library is None:
+        return reference.softcap(x, cap)
+    library.tm_softcap(x.data_ptr(), *x.shape, cap, x.dtype == torch.bfloat16, torch.get_num_threads())
+    return x
 
 
 def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,6 +93,18 @@ def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
     return places, finite
 
 
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row as whole numbers from -127 to 127, stored plus 128 (uint8 like `x`), and its step (fp32 `[rows]`)."""
+    library = _library(x)
+    if library is None:
+        return reference.quantize(x)
+    rows, cols = x.shape
+    values, steps = torch.empty((rows, cols), dtype=torch.uint8), torch.empty(rows)
+    bf16 = x.dtype == torch.bfloat16
+    library.tm_quantize(x.data_ptr(), values.data_ptr(), steps.data_ptr(), rows, cols, bf16, torch.get_num_threads())
+    return values, steps
+
+
 def _norm(library: Any, x: Tensor | None, residual: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
     cols = weight.shape[0]
     library.tm_add_rms_norm(
@@ -80,14 +116,17 @@ def _norm(library: Any, x: Tensor | None, residual: Tensor, weight: Tensor, out:
         cols,
         eps,
         out.dtype == torch.bfloat16,
+        weight.dtype != out.dtype,
         torch.get_num_threads(),
     )
 
 
-def _library(*tensors: Tensor) -> Any | None:
-    """The compiled kernels, if they take these tensors."""
+def _library(*tensors: Tensor, weight: Tensor | None = None) -> Any | None:
+    """The compiled kernels, if they take these tensors. A norm's weight may be fp32 beside any."""
     dtype = tensors[0].dtype
     if dtype not in native.DTYPES:
+        return None
+    if weight is not None and (weight.dtype not in (dtype, torch.float32) or not weight.is_contiguous()):
         return None
     for x in tensors:
         if x.dtype != dtype or x.device.type != "cpu" or not x.is_contiguous():

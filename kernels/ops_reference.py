@@ -8,14 +8,23 @@ rounds differently. `torch.exp` has one path for all elements.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+GELU_INNER, GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / rms(x) * weight` over the last dimension, in fp32 up to the product with `weight` (Zhang, Sennrich 2019)."""
+    """`x / rms(x) * weight` over the last dimension, in fp32 up to the product with `weight` (Zhang, Sennrich 2019).
+
+    Models differ in where they round: a weight of x's dtype multiplies after the rounding to it, one of fp32 before.
+    """
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight.dtype != x.dtype:
+        return (wide * scale * weight).to(x.dtype)
     return (wide * scale).to(x.dtype) * weight
 
 
@@ -49,7 +58,38 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return wide.to(gate_up.dtype) * up
 
 
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """`gelu(gate) * up` as `silu_mul`, with the tanh form of GELU (Hendrycks, Gimpel 2016).
+
+    Written with `exp`: (1 + tanh(y)) / 2 = 1 / (1 + e^-2y).
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    wide = gate.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    power = wide.square().mul_(-2 * GELU_INNER * GELU_CUBE).sub_(2 * GELU_INNER).mul_(wide)
+    wide.div_(power.exp_().add_(1))
+    return wide.to(gate_up.dtype) * up
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """`cap * tanh(x / cap)`, in fp32 up to the result. `x` may be overwritten."""
+    wide = x.float() / cap
+    return (1 - 2 / (torch.exp(2 * wide) + 1)).mul_(cap).to(x.dtype)
+
+
 def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
     """The first place of each row's highest value (int64 `[rows]`), and whether all its values are finite."""
     lowest, highest = torch.aminmax(x, dim=-1)
     return x.argmax(-1), torch.isfinite(lowest) & torch.isfinite(highest)
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row as whole numbers from -127 to 127, stored plus 128 (uint8 like `x`), and its step (fp32 `[rows]`).
+
+    A row that is not finite has a step of NaN.
+    """
+    wide = x.float()
+    top = wide.abs().amax(-1)
+    # Not `127 / top`: torch would multiply by the reciprocal, which rounds twice.
+    inverse = torch.where(top > 0, torch.full_like(top, 127) / top, 0)
+    values = torch.round(wide * inverse[:, None]).clamp_(-127, 127).nan_to_num_(0) + 128
+    return values.to(torch.uint8), torch.where(torch.isfinite(top), top / 127, torch.nan)

@@ -35,6 +35,7 @@ from producer.core import (
     TextFollower,
     Window,
     backoff,
+    check_event_id,
     make_entry,
     result_steps,
     stream_steps,
@@ -71,7 +72,7 @@ class AsyncJob:
 
     def stream(self, from_id: str = "0", timeout: float | None = None) -> AsyncGenerator[Event, None]:
         """As `Job.stream`."""
-        return self._client._stream(self.id, from_id, Deadline.after(f"job {self.id}", timeout))
+        return self._client._stream(self.id, check_event_id(from_id), Deadline.after(f"job {self.id}", timeout))
 
     async def text(self, index: int = 0, timeout: float | None = None) -> AsyncIterator[str]:
         """As `Job.text`."""

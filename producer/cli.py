@@ -5,7 +5,6 @@ Worker commands are imported when they are called, so that a producer's machine 
 
 from __future__ import annotations
 
-import enum
 import functools
 import importlib
 import os
@@ -16,37 +15,18 @@ from typing import Annotated, Any, NoReturn
 
 import orjson
 import typer
-from redis.exceptions import RedisError
 from typer.core import TyperCommand, TyperGroup
 
-from producer.client import Client, Job
+from producer.batch.cli import app as batch
+from producer.client import Job
+from producer.console import EPILOG, Exit, Prefix, Queue, Url, connected, end
 from producer.core import TextFollower, TextRestarted
 from producer.protocol.body import Body
-from producer.protocol.calls import EnqueueRefused, JobExists
-from producer.protocol.connection import DEFAULT_URL, redact
-from producer.protocol.errors import JobError
+from producer.protocol.connection import DEFAULT_URL
 from producer.protocol.events import FinalEvent
 from producer.protocol.keys import LANES
 from producer.protocol.replies import CancelReply
 from producer.protocol.result import Result, Status
-
-
-class Exit(enum.IntEnum):
-    """Exit statuses of the producer's commands."""
-
-    SUCCEEDED = 0
-    FAILED = 1
-    """The job failed."""
-    USAGE = 2
-    """Wrong arguments, or a request that a worker would refuse."""
-    CANCELLED = 3
-    EXPIRED = 4
-    """The job's time ran out, or `--timeout` did."""
-    UNAVAILABLE = 5
-    """Redis cannot be reached, or the queue is full."""
-    INTERRUPTED = 130
-    """Ctrl-C, or nobody reads the text any more; `submit` cancels its job first."""
-
 
 _BY_STATUS = {
     Status.SUCCEEDED: Exit.SUCCEEDED,
@@ -54,11 +34,6 @@ _BY_STATUS = {
     Status.CANCELLED: Exit.CANCELLED,
     Status.EXPIRED: Exit.EXPIRED,
 }
-
-EPILOG = (
-    "Exit status: 0 succeeded, 1 failed, 2 wrong usage, 3 cancelled, 4 expired or timed out, "
-    "5 Redis away or queue full, 130 Ctrl-C."
-)
 
 LAZY = {
     "worker": ("worker.cli:worker", "Serve a model: take jobs from a queue and answer them.", "worker"),
@@ -98,7 +73,7 @@ def _extras(name: str) -> Iterator[None]:
     except ModuleNotFoundError as missing:
         if missing.name and missing.name.partition(".")[0] in ("worker", "engine", "kernels", "producer"):
             raise
-        _end(Exit.USAGE, f"`tokenmill {name}` needs {missing.name}: pip install 'tokenmill[{LAZY[name][2]}]'")
+        end(Exit.USAGE, f"`tokenmill {name}` needs {missing.name}: pip install 'tokenmill[{LAZY[name][2]}]'")
 
 
 class _Group(TyperGroup):
@@ -119,10 +94,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(batch, name="batch")
 
-Url = Annotated[str, typer.Option("--redis", envvar="TOKENMILL_REDIS", help="Redis URL.")]
-Queue = Annotated[str, typer.Option("--queue", envvar="TOKENMILL_QUEUE", help="Queue name.")]
-Prefix = Annotated[str, typer.Option("--prefix", envvar="TOKENMILL_PREFIX", help="What every key starts with.")]
 JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id.", show_default=False)]
 Timeout = Annotated[float | None, typer.Option("--timeout", min=0, help="Seconds to wait; the job itself goes on.")]
 
@@ -154,7 +127,7 @@ def submit(
         messages = [] if system is None else [{"role": "system", "content": system}]
         request = {"messages": [*messages, {"role": "user", "content": text}]}
     request |= {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, **_params(param or [])}
-    with _client(redis, queue, prefix) as client:
+    with connected(redis, queue, prefix) as client:
         job = client.submit(**request, id=job_id, priority=priority, ttl=ttl)
         if not wait:
             print(job.id)
@@ -165,7 +138,7 @@ def submit(
             job.cancel()
             if isinstance(left, BrokenPipeError):  # `| head`: nobody reads what is still in the buffer
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            _end(Exit.INTERRUPTED, f"\njob {job.id} cancelled")
+            end(Exit.INTERRUPTED, f"\njob {job.id} cancelled")
 
 
 @app.command(epilog=EPILOG)
@@ -177,7 +150,7 @@ def tail(
     prefix: Prefix = "tokenmill",
 ) -> None:
     """Print a job's text from its beginning, as it comes, until the job ends."""
-    with _client(redis, queue, prefix) as client:
+    with connected(redis, queue, prefix) as client:
         _follow(client.job(job_id), timeout)
 
 
@@ -191,7 +164,7 @@ def result(
     prefix: Prefix = "tokenmill",
 ) -> None:
     """Wait for a job's result and print its text."""
-    with _client(redis, queue, prefix) as client:
+    with connected(redis, queue, prefix) as client:
         found = client.job(job_id).result(timeout)
         if json:
             print(orjson.dumps(orjson.loads(found.to_json()), option=orjson.OPT_INDENT_2).decode())
@@ -214,14 +187,14 @@ def cancel(
         CancelReply.DONE: "cancelled before it ran",
         CancelReply.ASKED: "asked to stop",
     }
-    with _client(redis, queue, prefix) as client:
+    with connected(redis, queue, prefix) as client:
         print(f"{job_id}: {told[client.job(job_id).cancel(reason)]}")
 
 
 @app.command(epilog=EPILOG)
 def info(redis: Url = DEFAULT_URL, queue: Queue = "default", prefix: Prefix = "tokenmill") -> None:
     """Show how many jobs wait or run in each lane, and who serves the queue."""
-    with _client(redis, queue, prefix) as client:
+    with connected(redis, queue, prefix) as client:
         keys, pipe = client.keys, client.redis.pipeline(transaction=False)
         for lane in keys.lanes:
             pipe.xlen(lane)
@@ -267,7 +240,7 @@ def _follow(job: Job, timeout: float | None) -> None:
         if isinstance(event, FinalEvent):
             print(flush=True)
             if event.result is None:
-                _end(_BY_STATUS[event.status], f"job {job.id} {event.status}; its result has expired")
+                end(_BY_STATUS[event.status], f"job {job.id} {event.status}; its result has expired")
             _print_choices(event.result, 1)
             _finish(event.result)
 
@@ -287,35 +260,7 @@ def _finish(found: Result, quiet: bool = False) -> NoReturn:
             note += f": {found.error.code}: {found.error.message}"
         elif found.cancel_reason is not None:
             note += f": {found.cancel_reason}"
-    _end(_BY_STATUS[found.status], note)
-
-
-def _end(status: Exit, note: str | None = None) -> NoReturn:
-    if note is not None:
-        print(note, file=sys.stderr)
-    raise typer.Exit(int(status))
-
-
-@contextmanager
-def _client(url: str, queue: str, prefix: str) -> Iterator[Client]:
-    """A client for the length of a command, whose errors become exit statuses."""
-    try:
-        with Client(url, queue, prefix=prefix) as client:
-            yield client
-    except TimeoutError as late:
-        _end(Exit.EXPIRED, str(late))
-    except RedisError as error:
-        _end(Exit.UNAVAILABLE, f"Redis at {redact(url)}: {error}")
-    except JobExists as error:
-        _end(Exit.USAGE, str(error))
-    except EnqueueRefused as error:
-        _end(Exit.UNAVAILABLE, str(error))
-    except JobError as error:
-        _end(Exit.USAGE, error.message)
-    except ValueError as error:
-        _end(Exit.USAGE, str(error))
-    except KeyboardInterrupt:
-        _end(Exit.INTERRUPTED)
+    end(_BY_STATUS[found.status], note)
 
 
 def main() -> None:

@@ -33,11 +33,13 @@ from producer.core import (
     TextFollower,
     Window,
     backoff,
+    check_event_id,
     make_entry,
     result_steps,
     stream_steps,
 )
 from producer.protocol.calls import (
+    EnqueueRefused,
     JobExists,
     QueueFull,
     QuotaExceeded,
@@ -73,10 +75,11 @@ class Job:
         A `StartEvent` with a higher fence than one seen before means that another worker began anew: drop the text.
 
         Raises:
+            ValueError: `from_id` is no event's id.
             TimeoutError: no end within `timeout` seconds (default: a day).
             redis.RedisError: Redis stayed away.
         """
-        return self._client._stream(self.id, from_id, Deadline.after(f"job {self.id}", timeout))
+        return self._client._stream(self.id, check_event_id(from_id), Deadline.after(f"job {self.id}", timeout))
 
     def text(self, index: int = 0, timeout: float | None = None) -> Iterator[str]:
         """Pieces of one choice's text as they come. It ends with the job, however that ended: see `result()`.
@@ -210,6 +213,50 @@ class Client:
             for job_id in list(work.pending):
                 self._cancel(job_id, "abandoned", CANCEL_TTL_S)
 
+    def submit_all(self, entries: Sequence[JobEntry], priority: str = "normal") -> list[EnqueueRefused | None]:
+        """Add many jobs in one round trip; for each None, or why the queue did not take it.
+
+        Entries are not checked: a worker answers what is wrong with them.
+
+        Raises:
+            redis.RedisError: some may have been added. Repeated, those are refused as `JobExists`.
+        """
+        calls = [enqueue_call(self.keys, entry, priority) for entry in entries]
+        return [_refusal(reply, entry) for reply, entry in zip(self._runner.run_all(calls), entries, strict=True)]
+
+    def finished(self, group: str, after: str = "0", block_ms: int | None = None) -> list[tuple[str, str]]:
+        """Up to 512 jobs of a group that have ended since `after`, as (entry, id) in the order of their ends.
+
+        `after` is the last entry seen. `block_ms`: how long to wait for one, at most the client's own `block_ms`.
+        """
+        streams: dict[Any, Any] = {self.keys.group_out(group): after}
+        if block_ms is None:
+            replies: Any = self.redis.xread(streams, count=READ_COUNT)
+        else:
+            replies = self._blocking.xread(streams, count=READ_COUNT, block=max(1, min(block_ms, self._block_ms)))
+        return [(entry.decode(), fields[b"id"].decode()) for _, entries in replies or () for entry, fields in entries]
+
+    def results(self, ids: Sequence[str]) -> list[Result | None]:
+        """The results of many jobs in one round trip, without waiting; None where there is none."""
+        replies: Any = self.redis.mget([self.keys.result(job_id) for job_id in ids])
+        return [None if raw is None else Result.from_json(raw) for raw in replies]
+
+    def states(self, ids: Sequence[str]) -> list[str | None]:
+        """The state of many jobs in one round trip; None where Redis knows no such job."""
+        pipe = self.redis.pipeline(transaction=False)
+        for job_id in ids:
+            pipe.hget(self.keys.job(job_id), "state")
+        return [None if state is None else state.decode() for state in pipe.execute()]
+
+    def forget(self, ids: Sequence[str], group: str, entries: Sequence[str]) -> None:
+        """Delete what Redis keeps of finished jobs, and their entries of a group's stream, ahead of their time."""
+        pipe = self.redis.pipeline(transaction=False)
+        if ids:
+            pipe.delete(*(key(job_id) for job_id in ids for key in (self.keys.result, self.keys.out, self.keys.job)))
+        if entries:
+            pipe.xdel(self.keys.group_out(group), *entries)
+        pipe.execute()
+
     def close(self) -> None:
         self.redis.close()
         self._blocking.close()
@@ -287,3 +334,11 @@ class Client:
                 if time.monotonic() > give_up:
                     raise
             time.sleep(next(pauses))
+
+
+def _refusal(reply: Any, entry: JobEntry) -> EnqueueRefused | None:
+    try:
+        enqueue_reply(reply, entry)
+    except EnqueueRefused as refused:
+        return refused
+    return None

@@ -176,6 +176,18 @@ def stream_steps(keys: Keys, job_id: str, from_id: str, deadline: Deadline, bloc
         block = None if raw is not None else deadline.block_ms(block_ms)
 
 
+def check_event_id(text: str) -> str:
+    """The ID of an event, or `0` for the beginning.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    parts = text.split("-")
+    if len(parts) > 2 or not all(part.isascii() and part.isdigit() and int(part) < 1 << 64 for part in parts):
+        raise ValueError(f"from_id: must be the id of an event such as 1-7, or 0 for the beginning, not {text[:64]!r}")
+    return text
+
+
 def result_steps(keys: Keys, job_id: str, deadline: Deadline, block_ms: int) -> Steps[Result]:
     """Wait for a job's result without reading its tokens."""
     out, last = keys.out(job_id), SEAL_ID

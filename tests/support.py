@@ -59,13 +59,18 @@ class RedisServer:
         return redis.Redis(port=self.port, protocol=2, socket_timeout=10)
 
     def start(self) -> None:
+        """Start it and wait until it answers."""
+        self.launch()
+        eventually(self._answers, timeout=20)
+
+    def launch(self) -> None:
+        """Start it without waiting."""
         if REDIS_SERVER is None:
             raise RuntimeError("redis-server is not installed")
         command = [REDIS_SERVER, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
         command += ["--save", "", "--appendonly", "yes", "--appendfsync", "everysec", *self.options]
         with open(self.folder / "redis.log", "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        eventually(self._answers, timeout=20)
 
     def _answers(self) -> bool:
         with contextlib.suppress(redis.ConnectionError), self.client() as client:

@@ -1,5 +1,7 @@
 """Which job kills its workers: the suspects run one at a time, with no other job started.
 
+(What kills a worker before it starts, when it is parsed and tokenised, is found by a mark, see `Quarantine.may_read`.)
+
 A job that was running at two deaths of its workers is a suspect; so are the innocents that ran beside it. Alone, the
 guilty one takes nobody with it and is given up after its last attempt; an innocent gets past the place where its last
 run ended, and is cleared.
@@ -17,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import redis
 import structlog
 
 from producer.protocol.scripts import Delivery, Ref, Scripts
@@ -24,6 +27,8 @@ from worker.held import Held, Job, Phase
 
 log = structlog.get_logger()
 
+READING_TTL_S = 7 * 86400
+"""How long a death while reading is remembered, should nobody come to clear it."""
 DEATHS = 2
 """Deaths, not cleared since, that make a suspect: one crash makes nobody run alone."""
 MARGIN = 64
@@ -54,20 +59,29 @@ class Quarantine:
         self._place: _Place | None = None
         self._ordinary_until = 0.0
         self._clearing = False
+        self._doubted: dict[tuple[str, str], int] = {}
+        """Entries just taken over that never started, with the deaths of those who were reading them."""
         self.turned_away = False
         """Whether suspects were handed back because the place was taken."""
 
     # ── the intake's thread ───────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self) -> None:
-        """A sweep begins: what the last one found was taken up, or was lost on the way."""
+        """A sweep begins."""
         self.turned_away = False
+        self._doubted.clear()
+        self.forget_lost()
+
+    def forget_lost(self) -> None:
+        """What was found before this and took the place without becoming a job was lost on the way."""
         with self._lock:
             if self._place is not None and self._place.job is None:
                 self._place = None
 
-    def sift(self, deliveries: list[Delivery]) -> list[Delivery]:
+    def sift(self, deliveries: list[Delivery], doubt: bool = False) -> list[Delivery]:
         """Of entries just taken over, the ordinary ones and one suspect if the place is free; others are handed back.
+
+        `doubt`: their holders died, perhaps of reading them.
 
         Raises:
             redis.RedisError: nothing is lost, the entries are found again.
@@ -79,11 +93,55 @@ class Quarantine:
                 self._scripts.keys.job(job_id), ["state", "worker", "deaths", "cleared", "lane", "entry", "fence"]
             )
         replies = pipe.execute(raise_on_error=False)  # a job hash of another type is START's to complain of
+        if doubt:
+            self._doubt(deliveries, replies)
         return [
             one
             for one, known in zip(deliveries, replies, strict=True)
             if not isinstance(known, list) or self._keep(one, known)
         ]
+
+    def _doubt(self, deliveries: list[Delivery], replies: list[Any]) -> None:
+        """Remember which of them never started: those may have killed their holders already when they were read."""
+        unread = [
+            one
+            for one, known in zip(deliveries, replies, strict=True)
+            if not (isinstance(known, list) and known[0] == b"running" and known[5] == one.entry.encode())
+        ]
+        if unread:
+            members = [_member(one.lane, one.entry) for one in unread]
+            deaths: Any = self._scripts.client.hmget(self._scripts.keys.reading, members)
+            self._doubted |= {(one.lane, one.entry): int(n or 0) for one, n in zip(unread, deaths, strict=True)}
+
+    def may_read(self, job: Job) -> bool:
+        """Whether to parse and tokenise this job; false where that has killed as many workers as the job has attempts.
+
+        An entry whose holder died before it started is marked while it is read, and only it: so that whoever takes it
+        over after a death knows what that worker was doing.
+
+        Raises:
+            redis.RedisError: it is not marked.
+        """
+        deaths = self._doubted.pop((job.lane, job.entry), None)
+        if deaths is None:
+            return True
+        if deaths >= max(1, job.max_attempts - 1):  # one death, the first, is not in that count
+            return False
+        pipe = self._scripts.client.pipeline(transaction=True)
+        pipe.hincrby(self._scripts.keys.reading, _member(job.lane, job.entry), 1)
+        pipe.expire(self._scripts.keys.reading, READING_TTL_S)
+        pipe.execute()
+        job.marked = True
+        return True
+
+    def was_read(self, job: Job) -> None:
+        """This process lives: whatever its holders died of, it was not the reading of this job."""
+        if job.marked:
+            job.marked = False
+            try:
+                self._scripts.client.hdel(self._scripts.keys.reading, _member(job.lane, job.entry))
+            except redis.RedisError as error:
+                log.warning("mark_not_cleared", id=job.id, error=str(error))
 
     def _keep(self, delivery: Delivery, known: Any) -> bool:
         state, worker, deaths, cleared, lane, entry, fence = known
@@ -184,3 +242,7 @@ class Quarantine:
             now = time.monotonic()
             self._ordinary_until = now + max(self._lease, now - self._place.since)
             self._place = None
+
+
+def _member(lane: str, entry: str) -> str:
+    return f"{lane} {entry}"

@@ -99,7 +99,7 @@ class Gate:
                 self._answer(job, Answer.of(job.handle, error))
             case StartStatus.SPENT:
                 self._answer(job, Answer.of(job.handle, gave_up(job, None)))
-            case StartStatus.DUP | StartStatus.LOST:
+            case StartStatus.DUP | StartStatus.LOST | StartStatus.CAPPED:
                 log.info("job_not_started", id=job.id, why=started.status.value)
                 self._held.forget(job.handle)
                 self._loop.engine.drop(job.handle)

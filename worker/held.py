@@ -93,6 +93,8 @@ class Job:
     max_attempts: int = 1
     strict: bool = False
     """Whether its producer named a cap on its starts."""
+    marked: bool = False
+    """Whether Redis knows that it is being read, see `blame.py`."""
     suspect: bool = False
     """Whether it runs alone, see `blame.py`."""
     stay: int = field(default_factory=itertools.count().__next__)
@@ -128,6 +130,10 @@ class Job:
     cancel_reason: str | None = None
     cancel_seen_at: float | None = None
     """`time.monotonic()` when its cancel key was first seen."""
+    over: bool = False
+    """Whether all of it is computed; only its end is still to be written."""
+    ending: bool = False
+    """Whether its end is being written right now: then it is no loss that Redis has the entry no more."""
 
     # Touched by the publisher alone.
     tokens: int = 0
@@ -168,7 +174,7 @@ class Job:
             if chunk.n is None and chunk.index == index:
                 chunk.add(text, token_ids, logprobs)
                 return
-        self.chunks.append(Chunk(index, [text], list(token_ids), None if logprobs is None else list(logprobs)))
+        self.chunks.append(Chunk(index, [text], [*token_ids], None if logprobs is None else [*logprobs]))
 
     def number_chunks(self) -> list[Chunk]:
         """The chunks in order, each with its place."""
@@ -185,15 +191,18 @@ class Job:
 
     def confirm(self, below: int | None = None) -> None:
         """Redis has all chunks that were numbered, or those under `below`."""
-        if below is None and self.chunks and self.chunks[-1].n is not None:
-            sent, self.chunks = self.chunks, []
+        chunks = self.chunks
+        if below is None and chunks and chunks[-1].n is not None:
+            sent, self.chunks = chunks, []
         else:
-            sent = [c for c in self.chunks if c.n is not None and (below is None or c.n < below)]
-            self.chunks = self.chunks[len(sent) :]
+            sent = [c for c in chunks if c.n is not None and (below is None or c.n < below)]
+            self.chunks = chunks[len(sent) :]
+        published = self.published
         for chunk in sent:
-            whole = self.published.setdefault(chunk.index, chunk)
-            if whole is not chunk:
-                whole.join(chunk)
+            if chunk.index in published:
+                published[chunk.index].join(chunk)
+            else:
+                published[chunk.index] = chunk
 
     def begin_again(self, fence: int, attempt: int) -> None:
         """Under a new fence, all text is still to be written."""
@@ -212,6 +221,8 @@ class Held:
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._jobs: dict[str, Job] = {}
+        self.get: Callable[[str], Job | None] = self._jobs.get
+        """The job of a handle; one look at a dict needs no lock."""
         self._entries: set[tuple[str, str]] = set()
         self._waiting = 0
 
@@ -231,9 +242,6 @@ class Held:
     def holds(self, lane: str, entry: str) -> bool:
         with self._lock:
             return (lane, entry) in self._entries
-
-    def get(self, handle: str) -> Job | None:
-        return self._jobs.get(handle)  # one look at a dict needs no lock
 
     def owns(self, job: Job) -> bool:
         return self.get(job.handle) is job

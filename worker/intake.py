@@ -21,7 +21,7 @@ from worker.exits import Exit
 from worker.held import Held, Job
 from worker.link import Contact, RedisClock, no_group, passing
 from worker.loop import Add, EngineLoop
-from worker.results import Answer
+from worker.results import Answer, kills_readers
 from worker.settings import Settings
 from worker.sweeper import Sweeper
 from worker.threads import Mailbox, Stop
@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 COMPILERS = 2
 """Threads that compile grammars while their jobs wait and others are read."""
+LOGGED_BYTES = 64 * 1024
+"""Of a body, with `--log-prompts`."""
 PAUSE_SECONDS = 0.2
 """Between two looks at a paused or unreachable queue."""
 
@@ -115,7 +117,7 @@ class Intake:
             if new is None:
                 self._stop.wait(PAUSE_SECONDS)
                 return True
-            found = new
+            found = self._take_back(new)
         if found:
             self._accept(found, sent)
         elif self._settings.burst and self._is_over():
@@ -124,6 +126,13 @@ class Intake:
         else:
             self._wait_for_one()
         return True
+
+    def _take_back(self, found: list[Delivery]) -> list[Delivery]:
+        """What was handed back may hold suspects; new entries cannot."""
+        again = [one for one in found if one.again and not self._held.holds(one.lane, one.entry)]
+        self._loop.telemetry.takeovers.inc(len(again))
+        self._quarantine.forget_lost()
+        return (self._quarantine.sift(again) if again else []) + [one for one in found if not one.again]
 
     def _wait_for_one(self) -> None:
         """Block on all lanes; each may bring one entry, however many places are free."""
@@ -171,6 +180,8 @@ class Intake:
                 jobs.append((job, delivery))
         self._wait_while_paused()
         for job, delivery in jobs:
+            if self._settings.log_prompts:
+                log.info("job_body", id=job.id, body=job.body[:LOGGED_BYTES].decode("utf-8", "replace"))
             self._submit(job, delivery)
         for delivery in nameless:  # last: if Redis goes away here, a sweep finds them again
             self._reject(delivery)
@@ -189,7 +200,18 @@ class Intake:
             return True
 
     def _submit(self, job: Job, delivery: Delivery) -> None:
+        try:
+            if not self._quarantine.may_read(job):
+                self._loop.give(Answer.of(job.handle, kills_readers()))
+                return
+        except redis.RedisError as error:
+            if not passing(error):
+                raise
+            self._contact.failed("read", error)
+            self._held.forget(job.handle)  # unread; a sweep finds it again
+            return
         request = self._try(job, lambda: self._translate(job, delivery))
+        self._quarantine.was_read(job)
         if request is None:
             return
         if job.structure is None:

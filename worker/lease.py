@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -11,9 +12,9 @@ import redis
 import structlog
 
 from producer.protocol.keys import LANES
-from producer.protocol.scripts import Scripts
+from producer.protocol.scripts import Ref, Scripts
 from worker.exits import Exit
-from worker.held import Held
+from worker.held import Held, Phase
 from worker.link import Contact, RedisClock, no_group, passing
 from worker.loop import Drop, EngineLoop
 from worker.settings import Settings
@@ -51,6 +52,8 @@ class Keeper:
         self._describe = describe
         self._also = also
         self._renew_at = 0.0
+        self._aborted: queue.SimpleQueue[Ref] = queue.SimpleQueue()
+        """Entries whose lease ran out here; still ours for all we know, and not run any more."""
 
     def run(self) -> None:
         """Beat until `stop` is set.
@@ -75,8 +78,31 @@ class Keeper:
         if since is not None and time.monotonic() - since > self._settings.stall_seconds:
             raise Fatal(Exit.STALLED, f"the engine's step takes longer than {self._settings.stall_seconds:g} s")
 
+    def abort_expired(self) -> None:
+        """Stop computing what runs past its own lease end, whatever Redis would say: another may have it by now.
+
+        From any thread. When Redis is back, what nobody took is handed back.
+        """
+        now = time.monotonic()
+        for job in self._held.take(lambda job: job.phase is Phase.STARTED and not job.over and job.lease_until < now):
+            self._loop.telemetry.leases_lost.inc()
+            log.warning("lease_ran_out", id=job.id, lane=job.lane, entry=job.entry, fence=job.fence)
+            self._loop.post(Drop(job.handle))
+            self._aborted.put(job.ref)
+
+    def _return_aborted(self) -> None:
+        while not self._aborted.empty():
+            ref = self._aborted.get()
+            try:
+                # Neither the job nor its worker is to blame for an outage.
+                self._scripts.yield_(ref, idle_ms=self._settings.lease_ms, spare=True, due_in_ms=0)
+            except redis.RedisError:
+                self._aborted.put(ref)
+                raise
+
     def beat(self) -> None:
         """Renew if it is time, then show what this worker is doing."""
+        self._return_aborted()
         if time.monotonic() >= self._renew_at:
             self.renew()
             self.sync_clock()
@@ -85,14 +111,17 @@ class Keeper:
         self._also()
 
     def renew(self) -> None:
-        """Renew all leases; who was lost is dropped at once, without a word to Redis."""
+        """Renew all leases; who was lost is dropped at once, without a word to Redis.
+
+        Of a job whose end is under way, the reply to that end tells.
+        """
         sent = time.monotonic()
         jobs = self._held.all()
         lost = set(self._scripts.renew([job.ref for job in jobs]))
         for job in jobs:
             if job.ref not in lost:
                 job.lease_until = sent + self._settings.lease_seconds
-            elif self._held.forget(job.handle) is not None:
+            elif not job.ending and self._held.forget(job.handle) is not None:
                 self._loop.telemetry.leases_lost.inc()
                 log.warning("job_lost", id=job.id, lane=job.lane, entry=job.entry, fence=job.fence)
                 self._loop.post(Drop(job.handle))

@@ -23,6 +23,7 @@ from producer.protocol.result import Result, Status
 from producer.protocol.scripts import (
     DeadLetter,
     Ending,
+    EndOptions,
     Refused,
     Scripts,
     Started,
@@ -38,6 +39,8 @@ from worker.results import Answer, Results, fault, gave_up
 
 log = structlog.get_logger()
 
+ENDINGS = 64
+"""Results written in one round trip."""
 RETRY_SECONDS = 0.5
 """Between two tries while Redis takes nothing."""
 
@@ -121,22 +124,25 @@ class Publisher:
     def _take_deltas(self, at: float, deltas: Sequence[Delta]) -> None:
         """The way of every token: microseconds count here."""
         get, pending, telemetry = self._held.get, self._pending, self._loop.telemetry
+        total, gaps = 0, []
         for delta in deltas:
             job = get(delta.request_id)
             if job is None or not job.fence:
                 continue
-            count = len(delta.token_ids)
-            telemetry.generation_tokens += count
-            job.tokens += count
-            if job.last_text_at is None:
+            ids = delta.token_ids
+            total += len(ids)
+            job.tokens += len(ids)
+            before, job.last_text_at = job.last_text_at, at
+            if before is None:
                 job.first_token_at = at
                 telemetry.first_token.add((job.since_queued(at) or 0) / 1000)
             else:
-                telemetry.inter_token.add(at - job.last_text_at)
-            job.last_text_at = at
+                gaps.append(at - before)
             if job.who.stream:
-                job.add_text(delta.index, delta.text, delta.token_ids, delta.logprobs)
+                job.add_text(delta.index, delta.text, ids, delta.logprobs)
                 pending[job.handle] = job
+        telemetry.generation_tokens += total
+        telemetry.inter_token.add_all(gaps)
 
     def _take_finished(self, finished: Finished) -> None:
         job = self._held.get(finished.request_id)
@@ -155,6 +161,7 @@ class Publisher:
         dead = None
         if error is not None and error.code is ErrorCode.GAVE_UP:
             dead = DeadLetter(error.code, error.message, job.attempt, job.body)
+        job.over = True
         self._last_words[job.handle] = LastWord(result, dead)
         self._pending[job.handle] = job
 
@@ -176,10 +183,9 @@ class Publisher:
             if get(job.handle) is not job:
                 self._settle(job)
             elif job.lease_until > now:
-                (ending if job.handle in self._last_words else speaking).append(job)
+                (ending if job.over else speaking).append(job)
+        self._finalise(ending)  # first: a reader waits for nothing longer than for the end
         self._publish(speaking)
-        for job in ending:
-            self._finalise(job, self._last_words[job.handle])
         return not self._pending
 
     def _settle(self, job: Job) -> None:
@@ -189,14 +195,15 @@ class Publisher:
 
     def _publish(self, jobs: list[Job]) -> None:
         batch = TokenBatch(self._scripts.keys)
+        add = batch.add
         for job in jobs:
             job_id, fence = job.who.id, job.fence
             for chunk in job.number_chunks():
-                batch.add(job_id, fence, *self._event(job, chunk))
-        refused: dict[str, Refused] = {}
-        for one in self._scripts.publish(batch):
-            if one.why is not Why.REPEAT:
-                refused.setdefault(one.job_id, one)
+                if chunk.logprobs is None and not job.token_ids:
+                    add(job_id, fence, chunk.n or 0, chunk.index, chunk.text, len(chunk.token_ids))
+                else:
+                    add(job_id, fence, *self._event(job, chunk))
+        refused = {one.job_id: one for one in reversed(self._scripts.publish(batch)) if one.why is not Why.REPEAT}
         for job in jobs:
             if refused and job.id in refused:
                 self._after_refusal(job, refused[job.id])
@@ -214,33 +221,41 @@ class Publisher:
             self._contact.failed("publish", redis.ResponseError(refused.last_id))
             job.confirm(below=refused.n)
 
-    def _finalise(self, job: Job, last: LastWord) -> None:
-        if job.started:
-            events = [TokenWrite(*self._event(job, chunk)) for chunk in job.number_chunks()]
-            ending = self._scripts.finalise(
-                job.ref,
-                job.who,
-                last.result,
-                fence=job.fence,
-                published=job.confirmed if job.who.stream else 0,
-                events=events,
-                callback=job.callback,
-                dead=last.dead,
-            )
+    def _finalise(self, jobs: list[Job]) -> None:
+        """All endings in one round trip, a bounded number at a time."""
+        for at in range(0, len(jobs), ENDINGS):
+            some = jobs[at : at + ENDINGS]
+            for job in some:
+                job.ending = True
+            ends = [(job.ref, job.who, self._last_words[job.handle].result, self._options(job)) for job in some]
+            try:
+                endings = self._scripts.end_all(ends)
+            except redis.RedisError:
+                for job in some:
+                    job.ending = False
+                raise
+            for job, ending in zip(some, endings, strict=True):
+                self._after_end(job, ending)
+
+    def _options(self, job: Job) -> EndOptions:
+        dead = self._last_words[job.handle].dead
+        if not job.started:
+            prompt_tokens = job.prompt_tokens or 0
+            return {"fence": None, "prompt_tokens": prompt_tokens, "callback": job.callback, "dead": dead}
+        return {
+            "fence": job.fence,
+            "published": job.confirmed if job.who.stream else 0,
+            "events": [TokenWrite(*self._event(job, chunk)) for chunk in job.number_chunks()],
+            "callback": job.callback,
+            "dead": dead,
+        }
+
+    def _after_end(self, job: Job, ending: Ending) -> None:
+        if ending in (Ending.GONE, Ending.LOST):
+            job.ending = False
+            (self._start_again if ending is Ending.GONE else self._lose)(job)
         else:
-            ending = self._scripts.answer(
-                job.ref,
-                job.who,
-                last.result,
-                prompt_tokens=job.prompt_tokens or 0,
-                callback=job.callback,
-                dead=last.dead,
-            )
-        if ending is Ending.GONE:
-            self._start_again(job)
-        elif ending is Ending.LOST:
-            self._lose(job)
-        else:
+            last = self._last_words[job.handle]
             self._held.forget(job.handle)
             self._settle(job)
             self._count_end(job, last, ending)
@@ -288,13 +303,12 @@ class Publisher:
         self._settle(job)
         self._loop.post(Drop(job.handle))
 
-    def _event(self, job: Job, chunk: Chunk) -> tuple[int, int, str, int, bytes, bytes]:
+    def _event(self, job: Job, chunk: Chunk) -> tuple[int, int, str, int, str, str]:
         """n, choice, text, number of tokens, their ids and their log-probabilities as JSON."""
-        if not job.token_ids and chunk.logprobs is None:
-            return chunk.n or 0, chunk.index, chunk.text, len(chunk.token_ids), b"", b""
-        ids = orjson.dumps(chunk.token_ids) if job.token_ids else b""
-        logprobs = b"" if chunk.logprobs is None else orjson.dumps(self._results.logprobs.content(chunk.logprobs))
-        return chunk.n or 0, chunk.index, chunk.text, len(chunk.token_ids), ids, logprobs
+        ids = orjson.dumps(chunk.token_ids).decode() if job.token_ids else ""
+        logprobs = self._results.logprobs.content(chunk.logprobs) if chunk.logprobs is not None else None
+        packed = "" if logprobs is None else orjson.dumps(logprobs).decode()
+        return chunk.n or 0, chunk.index, chunk.text, len(chunk.token_ids), ids, packed
 
 
 def _log_end(result: Result, ending: Ending) -> None:

@@ -57,6 +57,12 @@ def gave_up(job: Job, cause: JobError | None) -> JobError:
     return JobError(ErrorCode.GAVE_UP, f"given up after {job.attempt} starts; {last}", cause=code)
 
 
+def kills_readers() -> JobError:
+    """The end of a job whose body killed each process that read it."""
+    message = "given up unread: each worker that began to read it was lost"
+    return JobError(ErrorCode.GAVE_UP, message, cause=ErrorCode.WORKER_LOST)
+
+
 class Results:
     """Knows what every result of this worker has in common."""
 

@@ -53,6 +53,8 @@ log = structlog.get_logger()
 
 SWITCH_SECONDS = 0.0005
 """How long the engine's thread waits for another to let go of the interpreter; a tenth of Python's default."""
+LOOK_SECONDS = 0.5
+"""How often the main thread, which never waits for Redis, looks for leases that ran out."""
 RETRY_BACKOFF_SECONDS = 1.0
 """Before a job that failed in the engine is started again, times its attempts."""
 
@@ -182,8 +184,8 @@ class Worker:
         scripts = self._scripts(command_client(self.settings.redis, retries=1))
         self._gate = Gate(scripts, self.held, loop, self._contact, self._quarantine)
         loaded.engine.gate = self._gate
-        sweeper = self._spawn_intake(loaded, loop)
-        self._spawn_publisher(loaded, loop, sweeper)
+        self._spawn_intake(loaded, loop)
+        self._spawn_publisher(loaded, loop)
         canceller = Canceller(
             self._client(),
             self.keys,
@@ -195,8 +197,11 @@ class Worker:
         )
         self._spawn("canceller", canceller.run)
         log.info("worker_ready", worker=self.name, model=loaded.translator.served[0])
+        look = min(LOOK_SECONDS, self.settings.lease_seconds / 10)
         while True:
-            note = self.mailbox.get()
+            note = self.mailbox.get(timeout=look)
+            if self._keeper is not None:
+                self._keeper.abort_expired()
             if isinstance(note, Stop):
                 return note
             if isinstance(note, Signal):
@@ -246,7 +251,7 @@ class Worker:
         )
         return self._keeper
 
-    def _spawn_intake(self, loaded: Loaded, loop: EngineLoop) -> Sweeper:
+    def _spawn_intake(self, loaded: Loaded, loop: EngineLoop) -> None:
         settings = self.settings
         scripts = self._scripts(self._client())
         sweeper = Sweeper(
@@ -267,18 +272,16 @@ class Worker:
             self._stop_intake,
         )
         self._spawn("intake", intake.run)
-        return sweeper
 
-    def _spawn_publisher(self, loaded: Loaded, loop: EngineLoop, sweeper: Sweeper) -> None:
+    def _spawn_publisher(self, loaded: Loaded, loop: EngineLoop) -> None:
         scripts = self._scripts(self._client())
 
         def retry(job: Job, error: JobError) -> None:
-            """Hand a job back that may succeed elsewhere or later; it is found again by a sweep, ours or another's."""
+            """Hand a job back that may succeed elsewhere or later; whoever reads next after the delay takes it."""
             delay = min(RETRY_BACKOFF_SECONDS * job.attempt, self.settings.lease_seconds / 2)
             log.warning("job_retried", id=job.id, attempt=job.attempt, code=error.code.value, error=error.message)
             if self.held.forget(job.handle) is not None:
-                self._yield(scripts, job, self.settings.lease_ms - round(delay * 1000), polite=True, spare=False)
-                sweeper.soon(delay)
+                self._yield(scripts, job, round(delay * 1000), polite=True, spare=False)
 
         results = Results(
             loaded.translator.served[0], self.name, self._clock, LogprobsWriter(loaded.model.tokenizer.token_bytes)
@@ -346,6 +349,8 @@ class Worker:
         deadline = time.monotonic() + self.settings.drain_seconds
         while len(self.held) and time.monotonic() < deadline:
             note = self.mailbox.get(timeout=0.02)
+            if self._keeper is not None:
+                self._keeper.abort_expired()
             if isinstance(note, Signal):
                 log.info("drain_cut_short", held=len(self.held))
                 return
@@ -366,15 +371,16 @@ class Worker:
                 self._loop.post(Drop(job.handle))
         handed = 0
         for job in jobs:
-            if not self._yield(self._back, job, self.settings.lease_ms, polite=polite, spare=polite):
+            if not self._yield(self._back, job, 0, polite=polite, spare=polite):
                 break  # with many jobs and a Redis that only times out, the end would never come
             handed += 1
         log.info("jobs_handed_back", count=handed, of=len(jobs))
 
-    def _yield(self, scripts: Scripts, job: Job, idle_ms: int, polite: bool, spare: bool) -> bool:
+    def _yield(self, scripts: Scripts, job: Job, delay_ms: int, polite: bool, spare: bool) -> bool:
         """False: Redis cannot be told, so the lease has to run out."""
+        idle_ms = self.settings.lease_ms - delay_ms
         try:
-            scripts.yield_(job.ref, idle_ms=idle_ms, polite=polite, spare=spare)
+            scripts.yield_(job.ref, idle_ms=idle_ms, polite=polite, spare=spare, due_in_ms=delay_ms)
         except redis.RedisError as error:
             log.warning("not_handed_back", id=job.id, error=str(error))
             return False

@@ -66,6 +66,13 @@ class Settings(BaseModel):
     backend: Literal["auto", "fused", "transformers"] = Field(
         default="auto", description="Our fused decoder, or transformers' own model code over our attention."
     )
+    attention: Literal["auto", "flash", "cpu", "reference"] = Field(
+        default="auto",
+        description="Attention kernels; auto: flash (flash-attn) on a GPU that has it, cpu on a CPU, else reference.",
+    )
+    quantize: Literal["none", "int8"] = Field(
+        default="none", description="int8: 8-bit products in the fused decoder on the CPU; faster, a little less exact."
+    )
     num_threads: int | None = Field(
         default=None, ge=1, description="CPU threads of the model. Default: torch's choice."
     )
@@ -80,12 +87,16 @@ class Settings(BaseModel):
         default=None, ge=1, description="Most output tokens a job gets. Default: what the context leaves."
     )
     kv_cache_memory: Size | None = Field(
-        default=None, ge=1, description="Memory of the KV pool, such as 2GiB. Default: 2GiB."
+        default=None,
+        ge=1,
+        description="Memory of the KV pool, such as 2GiB. Default: 2GiB; on a GPU 80 % of what the model leaves free.",
     )
     num_kv_blocks: int | None = Field(
         default=None, ge=1, description="KV pool in blocks, instead of --kv-cache-memory."
     )
-    block_size: int = Field(default=16, ge=1, description="Tokens in a KV block.")
+    block_size: int | None = Field(
+        default=None, ge=1, description="Tokens in a KV block. Default: 16; 256 with flash attention, which needs that."
+    )
     swap_space: Size = Field(
         default=1 << 30,
         ge=0,
@@ -133,8 +144,8 @@ class Settings(BaseModel):
     sweep_seconds: float | None = Field(
         default=None,
         gt=0,
-        description="How often to look for jobs that were handed back or whose worker died. "
-        "Default: 2, or half a shorter lease.",
+        description="How often to look for jobs whose worker died; what was handed back is found at once. "
+        "Default: half a lease.",
     )
     drain_seconds: float = Field(
         default=25, ge=0, description="After SIGTERM, how long running jobs may take before they are handed back."
@@ -155,6 +166,9 @@ class Settings(BaseModel):
     # Logs
     log_format: Literal["console", "json"] = Field(default="console", description="Shape of the log on stderr.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
+    log_prompts: bool = Field(
+        default=False, description="Log the body of every job as it is read: prompts, which else are in no log."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -166,8 +180,8 @@ class Settings(BaseModel):
 
     @property
     def sweep_every(self) -> float:
-        """Seconds between two sweeps: short, so that what another worker hands back does not lie idle."""
-        return min(2.0, self.lease_seconds / 2) if self.sweep_seconds is None else self.sweep_seconds
+        """Seconds between two sweeps."""
+        return self.lease_seconds / 2 if self.sweep_seconds is None else self.sweep_seconds
 
     @property
     def lease_ms(self) -> int:
@@ -180,6 +194,7 @@ class Settings(BaseModel):
             dtype=self.dtype,
             max_model_len=self.max_model_len,
             backend=self.backend,
+            quantize=self.quantize,
         )
 
     def engine_config(self) -> EngineConfig:
@@ -187,7 +202,7 @@ class Settings(BaseModel):
         return EngineConfig(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            block_size=self.block_size,
+            block_size=self.block_size or 0,
             prefix_caching=self.enable_prefix_caching,
             max_overtakes=self.max_overtakes,
             aging_seconds=self.aging_seconds,

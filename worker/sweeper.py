@@ -36,10 +36,6 @@ class Sweeper:
         self._quarantine = quarantine
         self._due = 0.0
 
-    def soon(self, seconds: float) -> None:
-        """Sweep after `seconds` at the latest."""
-        self._due = min(self._due, time.monotonic() + seconds)
-
     def sweep(self, room: int) -> list[Delivery]:
         """Take over at most `room` entries that were idle for a lease; none while it is not yet time.
 
@@ -74,7 +70,10 @@ class Sweeper:
                 count=room - len(found),
             )
             page = [Delivery(lane, entry.decode(), dict(fields or {})) for entry, fields in entries]
-            found += self._quarantine.sift([one for one in page if not self._held.holds(lane, one.entry)])
+            ours = [one for one in page if not self._held.holds(lane, one.entry)]
+            found += self._quarantine.sift(ours, doubt=True)
+            if page:  # held again: the list of what was handed back must not offer it to others
+                self._scripts.client.zrem(self._scripts.keys.returned, *(f"{lane} {one.entry}" for one in page))
             if cursor in (b"0-0", "0-0"):
                 break
         return found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import structlog
@@ -77,3 +79,14 @@ def spawn(name: str, target: Callable[[], None], mailbox: Mailbox) -> threading.
     thread = threading.Thread(target=guarded, name=name, daemon=True)
     thread.start()
     return thread
+
+
+def cpu_seconds(names: Collection[str]) -> dict[str, float]:
+    """CPU time of the process by thread: those of `names`, and `other`: all the rest, OpenMP's threads among them."""
+    spent = dict.fromkeys(names, 0.0)
+    for thread in threading.enumerate():
+        name = "main" if thread is threading.main_thread() else thread.name
+        if name in spent and thread.ident is not None:
+            with contextlib.suppress(OSError):  # it has just ended
+                spent[name] += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    return spent | {"other": max(0.0, time.process_time() - sum(spent.values()))}

@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PretrainedConfig
 
-from engine.models.rope import ROPE_KEYS
+from engine.models.rope import ROPE_KEYS, rotary_dim
 
 
 class Unsupported(Exception):
     """The fused decoder does not know something in this config; the message says what."""
 
 
+Norms = tuple[str | None, str | None, str | None, str | None]
+"""Names of a layer's norms: before and after attention, before and after the feed-forward."""
+PRE_NORM: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
+POST_NORM: Norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+BOTH_NORMS: Norms = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
+
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts in the place of a feed-forward."""
+
+    count: int
+    per_row: int
+    """Experts that each token goes through."""
+    intermediate_size: int
+    """Of one expert."""
+    normalise: bool
+    """Whether the weights of a token's experts sum to 1."""
+    layers: frozenset[int]
+    """The layers that have experts; the others have one feed-forward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """A pre-norm decoder with grouped-query attention and a gated SiLU feed-forward."""
+    """A decoder with grouped-query attention, rotary positions, RMSNorm and a gated feed-forward."""
 
     vocab_size: int
     hidden_size: int
@@ -27,13 +55,37 @@ class DecoderConfig:
     eps: float
     windows: tuple[int | None, ...]
     """One a layer; None sees everything."""
-    rotary: tuple[bool, ...]
-    """One a layer: whether it rotates queries and keys."""
-    qk_norm: bool
-    qkv_bias: bool
-    out_bias: bool
-    mlp_bias: bool
-    tied: bool
+    ropes: tuple[str | None, ...] = (None,)
+    """The kinds of layer that have rotary frequencies of their own; None: the model has one set."""
+    rotary: tuple[int | None, ...]
+    """One a layer: which of `ropes` rotates its queries and keys; None: they are not rotated."""
+    rotary_dim: int
+    """How many numbers at the beginning of each head are rotated."""
+    attention_scale: float
+    """What products of queries and keys are multiplied with."""
+    attention_softcap: float | None = None
+    qk_norm: Literal["head", "projection"] | None = None
+    """Whether queries and keys are normalised, each head alone or all heads of a token at once."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    merged: bool = False
+    """Whether the checkpoint holds q, k and v as one matrix, and gate and up."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    experts: ExpertsConfig | None = None
+    norms: Norms = PRE_NORM
+    norm_offset: float = 0.0
+    """What is added to the norms' stored weights."""
+    wide_norms: bool = False
+    """Whether the norms' weights multiply in fp32, before the result is rounded."""
+    embedding_scale: float = 1.0
+    round_embedding_scale: bool = False
+    """Whether that scale is rounded to the model's dtype."""
+    residual_scale: float = 1.0
+    """What a branch is multiplied with before it is added."""
+    logit_divisor: float = 1.0
+    logit_softcap: float | None = None
+    tied: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -48,22 +100,11 @@ _SHAPE = {
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
-    "hidden_act",
     "max_position_embeddings",
     "rms_norm_eps",
     "rope_parameters",
     "tie_word_embeddings",
 }
-_WINDOWS = {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
-_FAMILIES: dict[str, set[str]] = {
-    "llama": {"attention_bias", "mlp_bias", "pretraining_tp"},
-    "mistral": {"sliding_window"},
-    "qwen2": _WINDOWS,
-    "qwen3": _WINDOWS | {"attention_bias"},
-    "smollm3": _WINDOWS | {"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval", "pretraining_tp"},
-}
-"""What each family's config may say beyond `_SHAPE`, all of it handled below."""
-
 _HARMLESS = {
     "architectures",
     "attention_dropout",
@@ -88,53 +129,236 @@ def fused_config(config: PretrainedConfig) -> DecoderConfig:
     Raises:
         Unsupported: another family, or a key or a value that the fused decoder does not know.
     """
-    _check_known(config)
-    layers = config.num_hidden_layers
-    family = config.model_type
-    return DecoderConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        eps=config.rms_norm_eps,
-        windows=_windows(config),
-        rotary=tuple(bool(r) for r in config.no_rope_layers[:layers]) if family == "smollm3" else (True,) * layers,
-        qk_norm=family == "qwen3",
-        qkv_bias=family == "qwen2" or bool(getattr(config, "attention_bias", False)),
-        out_bias=bool(getattr(config, "attention_bias", False)),
-        mlp_bias=bool(getattr(config, "mlp_bias", False)),
-        tied=bool(config.tie_word_embeddings),
+    if config.model_type not in _FAMILIES:
+        raise Unsupported(f"model type {config.model_type!r}")
+    family = _FAMILIES[config.model_type]
+    _check_known(config, family)
+    layers: int = config.num_hidden_layers
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    bias = bool(getattr(config, "attention_bias", False))
+    values: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "head_dim": head_dim,
+        "eps": config.rms_norm_eps,
+        "windows": (None,) * layers,
+        "rotary": (0,) * layers,
+        "rotary_dim": head_dim,
+        "attention_scale": head_dim**-0.5,
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": bool(getattr(config, "mlp_bias", False)),
+        "tied": bool(config.tie_word_embeddings),
+    }
+    return DecoderConfig(**values | family.translate(config))
+
+
+# ── families ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What configs of one model type may say."""
+
+    keys: set[str]
+    """Beyond `_SHAPE`, all of it handled by `translate` or `fused_config`."""
+    translate: Callable[[PretrainedConfig], dict[str, Any]]
+    """Fields of `DecoderConfig` that differ from what `fused_config` sets."""
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    """The key that names the activation, and the one that is computed."""
+    only: tuple[tuple[str, Any], ...] = ()
+    """Keys that may be there with this value or none."""
+
+
+def _llama(config: PretrainedConfig) -> dict[str, Any]:
+    return {}
+
+
+def _mistral(config: PretrainedConfig) -> dict[str, Any]:
+    return {"windows": (config.sliding_window,) * config.num_hidden_layers}
+
+
+def _qwen2(config: PretrainedConfig) -> dict[str, Any]:
+    return {"windows": _windows(config), "qkv_bias": True}
+
+
+def _qwen3(config: PretrainedConfig) -> dict[str, Any]:
+    return {"windows": _windows(config), "qk_norm": "head"}
+
+
+def _qwen3_moe(config: PretrainedConfig) -> dict[str, Any]:
+    layers, step = range(config.num_hidden_layers), config.decoder_sparse_step
+    experts = ExpertsConfig(
+        count=config.num_experts,
+        per_row=config.num_experts_per_tok,
+        intermediate_size=config.moe_intermediate_size,
+        normalise=config.norm_topk_prob,
+        layers=frozenset(i for i in layers if (i + 1) % step == 0 and i not in config.mlp_only_layers),
     )
+    if not 1 <= experts.per_row <= experts.count:
+        raise Unsupported(f"{experts.per_row} of {experts.count} experts")
+    window = config.sliding_window if config.use_sliding_window else None
+    return {"windows": (window,) * len(layers), "qk_norm": "head", "experts": experts if experts.layers else None}
 
 
-def _check_known(config: PretrainedConfig) -> None:
-    family = config.model_type
-    if family not in _FAMILIES:
-        raise Unsupported(f"model type {family!r}")
+def _smollm3(config: PretrainedConfig) -> dict[str, Any]:
+    rotary = tuple(0 if rotates else None for rotates in config.no_rope_layers[: config.num_hidden_layers])
+    return {"windows": _windows(config), "rotary": rotary}
+
+
+def _phi3(config: PretrainedConfig) -> dict[str, Any]:
+    rotated = rotary_dim(config)
+    if rotated % 2 or not rotated:
+        raise Unsupported(f"{rotated} rotated numbers of a head")
+    return {"windows": (config.sliding_window,) * config.num_hidden_layers, "merged": True, "rotary_dim": rotated}
+
+
+def _granite(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "embedding_scale": config.embedding_multiplier,
+        "attention_scale": config.attention_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_divisor": config.logits_scaling,
+    }
+
+
+def _olmo2(config: PretrainedConfig) -> dict[str, Any]:
+    return {"norms": POST_NORM, "wide_norms": True, "qk_norm": "projection"}
+
+
+def _gemma2(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "windows": _by_type(config, config.sliding_window),
+        "norms": BOTH_NORMS,
+        "norm_offset": 1.0,
+        "wide_norms": True,
+        "activation": "gelu_tanh",
+        "attention_scale": config.query_pre_attn_scalar**-0.5,
+        "attention_softcap": config.attn_logit_softcapping,
+        "embedding_scale": config.hidden_size**0.5,
+        "round_embedding_scale": True,
+        "logit_softcap": config.final_logit_softcapping,
+    }
+
+
+def _gemma3(config: PretrainedConfig) -> dict[str, Any]:
+    kinds = config.layer_types[: config.num_hidden_layers]
+    ropes = tuple(sorted(set(kinds)))
+    rotary = tuple(ropes.index(kind) for kind in kinds)
+    return {**_gemma2(config), "ropes": ropes, "rotary": rotary, "qk_norm": "head"}
+
+
+_WINDOWS = {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
+_GEMMA = {
+    "attention_bias",
+    "attn_logit_softcapping",
+    "cache_implementation",
+    "final_logit_softcapping",
+    "hidden_act",  # `hidden_activation` is what counts
+    "layer_types",
+    "query_pre_attn_scalar",
+    "sliding_window",
+}
+_FAMILIES: dict[str, _Family] = {
+    "llama": _Family({"attention_bias", "mlp_bias", "pretraining_tp"}, _llama),
+    "mistral": _Family({"sliding_window"}, _mistral),
+    "qwen2": _Family(_WINDOWS, _qwen2),
+    "qwen3": _Family(_WINDOWS | {"attention_bias"}, _qwen3),
+    "qwen3_moe": _Family(
+        {
+            "attention_bias",
+            "decoder_sparse_step",
+            "max_window_layers",
+            "mlp_only_layers",
+            "moe_intermediate_size",
+            "norm_topk_prob",
+            "num_experts",
+            "num_experts_per_tok",
+            "num_local_experts",
+            "output_router_logits",
+            "router_aux_loss_coef",
+            "sliding_window",
+            "use_sliding_window",
+        },
+        _qwen3_moe,
+    ),
+    "smollm3": _Family(
+        _WINDOWS | {"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval", "pretraining_tp"},
+        _smollm3,
+    ),
+    "phi3": _Family(
+        {"embd_pdrop", "original_max_position_embeddings", "resid_pdrop", "sliding_window"},
+        _phi3,
+        only=(
+            ("attention_bias", False),
+            ("mlp_bias", False),
+            ("lm_head_bias", False),
+            ("full_attn_mod", 1),
+            ("interpolate_factor", 1),
+        ),
+    ),
+    "granite": _Family(
+        {
+            "attention_bias",
+            "attention_multiplier",
+            "embedding_multiplier",
+            "logits_scaling",
+            "mlp_bias",
+            "residual_multiplier",
+        },
+        _granite,
+    ),
+    "olmo2": _Family({"attention_bias"}, _olmo2),
+    "gemma2": _Family(
+        _GEMMA,
+        _gemma2,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        only=(("use_bidirectional_attention", False),),
+    ),
+    "gemma3_text": _Family(
+        _GEMMA | {"sliding_window_pattern"},
+        _gemma3,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        # transformers does not hand this soft-cap to its attention; which of the two is meant is not for us to say.
+        only=(("use_bidirectional_attention", False), ("attn_logit_softcapping", None)),
+    ),
+}
+
+
+# ── checks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _check_known(config: PretrainedConfig, family: _Family) -> None:
     base = PretrainedConfig().to_dict()
-    known = _SHAPE | _FAMILIES[family] | _HARMLESS
+    activation, computed = family.activation
+    only = dict(family.only)
+    known = _SHAPE | family.keys | _HARMLESS | {activation}
     for key, value in config.to_dict().items():
-        if key in known or key.startswith("_"):
-            continue
-        if key not in base and value is not None:
+        if key in only:
+            if value is not None and value != only[key]:
+                raise Unsupported(f"config key {key!r} = {value!r}")
+        elif key not in known and not key.startswith("_") and key not in base and value is not None:
             raise Unsupported(f"config key {key!r} = {value!r}")
     for flag in ("is_encoder_decoder", "add_cross_attention"):
         if getattr(config, flag, False):
             raise Unsupported(f"config key {flag!r}")
-    if config.hidden_act != "silu":
-        raise Unsupported(f"activation {config.hidden_act!r}")
+    if getattr(config, activation) != computed:
+        raise Unsupported(f"activation {getattr(config, activation)!r}")
     if config.num_attention_heads % config.num_key_value_heads:
         raise Unsupported("query heads that are no multiple of the KV heads")
-    _check_rope(config.rope_parameters or {})
+    rope = config.rope_parameters or {}
+    for one in rope.values() if config.model_type == "gemma3_text" else (rope,):
+        _check_rope(one, partial=config.model_type == "phi3")
 
 
-def _check_rope(rope: dict[str, Any]) -> None:
+def _check_rope(rope: dict[str, Any], partial: bool) -> None:
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_KEYS:
         raise Unsupported(f"rope type {kind!r}")
-    if rope.get("partial_rotary_factor", 1.0) not in (None, 1.0):
+    if not partial and rope.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise Unsupported("a partial rotary factor")
     allowed = ROPE_KEYS[kind] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     for key, value in rope.items():
@@ -143,12 +367,12 @@ def _check_rope(rope: dict[str, Any]) -> None:
 
 
 def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
-    window: int | None = getattr(config, "sliding_window", None)
+    """For families that turn windows on with a key."""
+    return _by_type(config, config.sliding_window if getattr(config, "use_sliding_window", False) else None)
+
+
+def _by_type(config: PretrainedConfig, window: int | None) -> tuple[int | None, ...]:
     layers: int = config.num_hidden_layers
-    if config.model_type == "mistral":
-        return (window,) * layers
-    if not getattr(config, "use_sliding_window", False):
-        window = None
     types = getattr(config, "layer_types", None) or ["full_attention"] * layers
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):

@@ -1,4 +1,4 @@
-"""One decoder for Llama, Mistral, Qwen2, Qwen3, SmolLM2 and SmolLM3: what differs between them is in `DecoderConfig`.
+"""One decoder for Llama and its many relatives: what differs between them is in `DecoderConfig`.
 
 Projections that read the same input are one matrix (q, k and v; gate and up). Rows are tokens of any number of
 sequences; only attention looks beyond its own row, so that a row's result depends on its sequence alone.
@@ -6,8 +6,7 @@ sequences; only attention looks beyond its own row, so that a row's result depen
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,140 +14,109 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.models.config import DecoderConfig
+from engine.models.parameters import Layer, Parameters
 from kernels.attention.base import AttentionBackend
-from kernels.linear import Linear, bucket, pad_rows
-from kernels.ops import add_rms_norm, rms_norm, silu_mul
-
-
-class Tensors(Protocol):
-    """Where parameters come from, under their Hugging Face names."""
-
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor in the model's dtype and device; an error if it is missing or of another shape."""
-        ...
-
-    def has(self, name: str) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Parameters of one layer."""
-
-    input_norm: Tensor
-    qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    out: Linear
-    post_norm: Tensor
-    gate_up: Linear
-    down: Linear
-
-
-@dataclass(frozen=True, slots=True)
-class Parameters:
-    embedding: Tensor
-    """`[vocab, hidden]`."""
-    layers: tuple[Layer, ...]
-    norm: Tensor
-    head: Linear
+from kernels.ops import add_rms_norm, rms_norm, softcap
 
 
 class Decoder:
     """A loaded model bound to an attention backend (`engine.batch.Model`)."""
 
     def __init__(
-        self, config: DecoderConfig, parameters: Parameters, table: tuple[Tensor, Tensor], backend: AttentionBackend
+        self,
+        config: DecoderConfig,
+        parameters: Parameters,
+        tables: Sequence[tuple[Tensor, Tensor]],
+        backend: AttentionBackend,
     ) -> None:
+        """
+        Args:
+            tables: cosine and sine by position for each of `config.ropes`, fp32 `[positions, head_dim / 2]`.
+        """
         self.vocab_size = config.vocab_size
         self.config = config
         self.parameters = parameters
         self.backend = backend
-        self._cos, self._sin = table
-        self._scale = config.head_dim**-0.5
+        self._tables = tuple(tables)
+        self._embedding_scale = config.embedding_scale
+        if config.round_embedding_scale:
+            self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=parameters.embedding.dtype))
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """Logits `[R, vocab]` of the sampled rows; the KV of all rows is written."""
         positions = batch.positions
-        cos, sin = self._cos[positions], self._sin[positions]  # [T, head_dim / 2]
+        rotations = [(cos[positions], sin[positions]) for cos, sin in self._tables]  # [T, head_dim / 2] each
+        layers = self.parameters.layers
         residual = F.embedding(batch.token_ids, self.parameters.embedding)  # [T, hidden]
-        x = rms_norm(residual, self.parameters.layers[0].input_norm, self.config.eps)
-        for index, layer in enumerate(self.parameters.layers):
-            x = self._attention(index, layer, x, cos, sin, batch)
-            x, residual = add_rms_norm(x, residual, layer.post_norm, self.config.eps)
-            x = layer.down(silu_mul(layer.gate_up(x)))
-            if index + 1 < len(self.parameters.layers):
-                following = self.parameters.layers[index + 1].input_norm
-                x, residual = add_rms_norm(x, residual, following, self.config.eps)
+        if self._embedding_scale != 1:
+            residual *= self._embedding_scale
+        first = layers[0].attention_norm
+        x = residual if first is None else rms_norm(residual, first, self.config.eps)
+        for index, layer in enumerate(layers):
+            x = self._branch(self._attention(index, layer, x, rotations, batch), layer.attention_post_norm)
+            x, residual = self._add(x, residual, layer.mlp_norm)
+            x = self._branch(layer.mlp(x), layer.mlp_post_norm)
+            if index + 1 < len(layers):
+                x, residual = self._add(x, residual, layers[index + 1].attention_norm)
         return self._logits((x + residual)[batch.sample_rows])
 
-    def _attention(self, index: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
+    def _branch(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        """What a branch adds to the residual."""
+        if norm is not None:
+            x = rms_norm(x, norm, self.config.eps)
+        return x if self.config.residual_scale == 1 else x * self.config.residual_scale
+
+    def _add(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The input of the next branch, and the residual."""
+        if norm is not None:
+            return add_rms_norm(x, residual, norm, self.config.eps)
+        residual = x + residual
+        return residual, residual
+
+    def _attention(
+        self, index: int, layer: Layer, x: Tensor, rotations: list[tuple[Tensor, Tensor]], batch: Batch
+    ) -> Tensor:
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = layer.qkv(x).view(-1, heads + 2 * kv_heads, config.head_dim)
+        qkv = layer.qkv(x)
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
-            norms = layer.q_norm, layer.k_norm, config.eps
-        rotation = (cos, sin) if config.rotary[index] else None
-        q = self.backend.write_rotated(index, qkv, batch.attention, norms=norms, rotation=rotation)
-        out = self.backend.attend(index, q, batch.attention, scale=self._scale, window=config.windows[index])
+            if config.qk_norm == "projection":
+                self._norm_projections(qkv, layer.q_norm, layer.k_norm)
+            else:
+                norms = layer.q_norm, layer.k_norm, config.eps
+        rope = config.rotary[index]
+        q = self.backend.write_rotated(
+            index,
+            qkv.view(-1, heads + 2 * kv_heads, config.head_dim),
+            batch.attention,
+            norms=norms,
+            rotation=None if rope is None else rotations[rope],
+        )
+        out = self.backend.attend(
+            index,
+            q,
+            batch.attention,
+            scale=config.attention_scale,
+            window=config.windows[index],
+            softcap=config.attention_softcap,
+        )
         return layer.out(out.view(-1, heads * config.head_dim))
 
+    def _norm_projections(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
+        """Normalise all queries of a row at once, and all its keys, in place."""
+        start = 0
+        for weight in (q_norm, k_norm):
+            part = qkv[:, start : start + weight.shape[0]]
+            part.copy_(rms_norm(part.contiguous(), weight, self.config.eps))
+            start += weight.shape[0]
+
     def _logits(self, x: Tensor) -> Tensor:
-        rows = x.shape[0]
-        if not rows:
+        if not x.shape[0]:
             return x.new_empty((0, self.vocab_size))
-        x = rms_norm(pad_rows(x, bucket(rows)), self.parameters.norm, self.config.eps)
-        return self.parameters.head(x)[:rows]
-
-
-def build_parameters(config: DecoderConfig, tensors: Tensors) -> Parameters:
-    """Take every parameter of the model from `tensors`, merging what the forward merges."""
-    embedding, head = _embeddings(config, tensors)
-    return Parameters(
-        embedding=embedding,
-        layers=tuple(_layer(config, tensors, f"model.layers.{i}") for i in range(config.num_layers)),
-        norm=tensors.take("model.norm.weight", (config.hidden_size,)),
-        head=Linear(head),
-    )
-
-
-def _embeddings(config: DecoderConfig, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """Input and output embeddings. Tied ones may both be there; if they differ each is used, as transformers does."""
-    shape = (config.vocab_size, config.hidden_size)
-    names = ("model.embed_tokens.weight", "lm_head.weight")
-    if not config.tied:
-        return tensors.take(names[0], shape), tensors.take(names[1], shape)
-    found = [tensors.take(name, shape) for name in names if tensors.has(name)]
-    if not found:
-        return tensors.take(names[0], shape), tensors.take(names[1], shape)
-    if len(found) == 2 and torch.equal(found[0], found[1]):
-        found.pop()
-    return found[0], found[-1]
-
-
-def _layer(config: DecoderConfig, tensors: Tensors, prefix: str) -> Layer:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-
-    def norm(name: str, size: int) -> Tensor:
-        return tensors.take(f"{prefix}.{name}.weight", (size,))
-
-    def linear(parts: tuple[tuple[str, int], ...], inputs: int, bias: bool) -> Linear:
-        weight = torch.cat([tensors.take(f"{prefix}.{name}.weight", (size, inputs)) for name, size in parts])
-        if not bias:
-            return Linear(weight)
-        return Linear(weight, torch.cat([tensors.take(f"{prefix}.{name}.bias", (size,)) for name, size in parts]))
-
-    return Layer(
-        input_norm=norm("input_layernorm", hidden),
-        qkv=linear(
-            (("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)), hidden, config.qkv_bias
-        ),
-        q_norm=norm("self_attn.q_norm", config.head_dim) if config.qk_norm else None,
-        k_norm=norm("self_attn.k_norm", config.head_dim) if config.qk_norm else None,
-        out=linear((("self_attn.o_proj", hidden),), q, config.out_bias),
-        post_norm=norm("post_attention_layernorm", hidden),
-        gate_up=linear((("mlp.gate_proj", inner), ("mlp.up_proj", inner)), hidden, config.mlp_bias),
-        down=linear((("mlp.down_proj", hidden),), inner, config.mlp_bias),
-    )
+        logits = self.parameters.head(rms_norm(x, self.parameters.norm, self.config.eps))
+        if self.config.logit_divisor != 1:
+            logits /= self.config.logit_divisor
+        cap = self.config.logit_softcap
+        return logits if cap is None else softcap(logits, cap)

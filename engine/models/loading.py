@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from engine.batch import Model
@@ -19,13 +20,15 @@ from engine.config import ModelOptions
 from engine.models import transformers_backend
 from engine.models.chat import Tokenizer
 from engine.models.config import DecoderConfig, Unsupported, fused_config
-from engine.models.decoder import Decoder, build_parameters
+from engine.models.decoder import Decoder
 from engine.models.gguf import GgufFile
+from engine.models.parameters import build_parameters
 from engine.models.rope import inverse_frequencies, position_limit, rotary_table
 from engine.models.weights import LoadError, ParameterStore, SafetensorsCheckpoint
 from engine.structured import GrammarCompiler
 from kernels.attention import AttentionBackend, CacheSpec
 from kernels.attention.reference import rows_are_invariant
+from kernels.linear import bucket, row_bucket
 
 __all__ = ["GenerationDefaults", "LoadError", "LoadedModel", "load_model"]
 
@@ -70,6 +73,8 @@ class LoadedModel:
     cache_shape: tuple[int, int, int]
     """Layers, KV heads, head size."""
     make: Callable[[AttentionBackend], Model]
+    bucket: Callable[[int], int] = bucket
+    """Rounds a number of rows up to one that the model computes well."""
 
     def cache_spec(self, block_size: int) -> CacheSpec:
         """The KV cache that this model needs, in blocks of `block_size` tokens."""
@@ -107,14 +112,18 @@ def load_model(options: ModelOptions) -> LoadedModel:
     """
     if options.backend not in ("auto", "fused", "transformers"):
         raise LoadError(f"backend must be auto, fused or transformers, not {options.backend!r}")
+    if options.quantize not in ("none", "int8"):
+        raise LoadError(f"quantize must be none or int8, not {options.quantize!r}")
     device = _device(options.device)
+    if options.quantize == "int8" and (device.type != "cpu" or options.backend == "transformers"):
+        raise LoadError("quantize int8 is for the fused decoder on the CPU")
     dtype = _dtype(options.dtype, device)
     source = _find(options.model)
     try:
         config = source.gguf.config() if source.gguf else _read_config(source.directory)
         decoder = fused_config(config)
     except Unsupported as reason:
-        if options.backend == "fused":
+        if options.backend == "fused" or options.quantize != "none":
             raise LoadError(f"the fused decoder can't run {source.name}: {reason}") from reason
         log.info("%s runs through transformers: %s", source.name, reason)
         return _load_transformers(source, options, dtype, device)
@@ -133,14 +142,9 @@ def _load_fused(
 ) -> LoadedModel:
     max_model_len = _max_model_len(config, options.max_model_len)
     store = ParameterStore(source.gguf or SafetensorsCheckpoint(source.directory), dtype, device)
-    parameters = build_parameters(decoder, store)
+    parameters = build_parameters(decoder, store, int8=options.quantize == "int8")
     store.finish()
-    frequencies, factor = inverse_frequencies(config, max_model_len)
-    if source.gguf and (divisors := source.gguf.rope_factors()) is not None:
-        frequencies = frequencies / divisors
-    cos, sin = rotary_table(frequencies, factor, max_model_len)
-    table = cos.to(device), sin.to(device)
-    linears = [parameters.head, *(x for y in parameters.layers[:1] for x in (y.qkv, y.out, y.gate_up, y.down))]
+    tables = _rotary_tables(source, config, decoder, max_model_len, device)
     tokenizer = _tokenizer(source, decoder.vocab_size)
     return LoadedModel(
         name=source.name,
@@ -153,11 +157,26 @@ def _load_fused(
         generation=_generation(source, config, tokenizer),
         batch_invariant=device.type == "cpu"
         and rows_are_invariant(decoder.head_dim)
-        and all(linear.invariant for linear in linears),
+        and all(linear.invariant for linear in parameters.linears()),
         implementation="fused",
         cache_shape=(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim),
-        make=lambda backend: Decoder(decoder, parameters, table, backend),
+        make=lambda backend: Decoder(decoder, parameters, tables, backend),
+        bucket=row_bucket(dtype) if device.type == "cpu" else bucket,
     )
+
+
+def _rotary_tables(
+    source: _Source, config: PretrainedConfig, decoder: DecoderConfig, max_model_len: int, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """Cosine and sine for each of the decoder's ropes."""
+    tables = []
+    for kind in decoder.ropes:
+        frequencies, factor = inverse_frequencies(config, max_model_len, kind)
+        if source.gguf and (divisors := source.gguf.rope_factors()) is not None:
+            frequencies = frequencies / divisors
+        cos, sin = rotary_table(frequencies, factor, max_model_len, decoder.head_dim // 2)
+        tables.append((cos.to(device), sin.to(device)))
+    return tables
 
 
 def _load_transformers(source: _Source, options: ModelOptions, dtype: torch.dtype, device: torch.device) -> LoadedModel:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -26,22 +27,49 @@ ROPE_KEYS: dict[str, set[str]] = {
 """The kinds of rope scaling and the keys that each reads."""
 
 
-def inverse_frequencies(config: PretrainedConfig, max_model_len: int) -> tuple[Tensor, float]:
-    """fp32 `[head_dim / 2]`, and the factor that cosine and sine are multiplied with."""
-    rope: dict[str, Any] = config.rope_parameters
+def rotary_dim(config: PretrainedConfig) -> int:
+    """How many numbers of a head are rotated: all, unless the config says `partial_rotary_factor`."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(head_dim * (config.rope_parameters.get("partial_rotary_factor") or 1.0))
+
+
+def inverse_frequencies(
+    config: PretrainedConfig, max_model_len: int, layer_type: str | None = None
+) -> tuple[Tensor, float]:
+    """Rotary frequencies, and the factor that cosine and sine are multiplied with.
+
+    Args:
+        layer_type: for configs with one set of frequencies for each kind of layer.
+
+    Returns:
+        fp32 `[rotary_dim / 2]`, and the factor.
+    """
+    rope: dict[str, Any] = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     kind = rope.get("rope_type", "default")
     if kind != "default":
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=max_model_len)
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](
+            config, torch.device("cpu"), seq_len=max_model_len, layer_type=layer_type
+        )
         return frequencies.float(), float(factor)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dim = rotary_dim(config)
     # Su et al. 2021, eq. 15; the order of operations is transformers', for equal rounding.
     return 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)), 1.0
 
 
-def rotary_table(frequencies: Tensor, factor: float, length: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of positions 0 to `length - 1`, each fp32 `[length, head_dim / 2]`."""
+def rotary_table(frequencies: Tensor, factor: float, length: int, pairs: int | None = None) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of positions 0 to `length - 1`.
+
+    Args:
+        pairs: `head_dim / 2`; pairs beyond those that have a frequency stand still (a partial rotation). None: there
+            are none.
+
+    Returns:
+        Each fp32 `[length, pairs]`.
+    """
     angles = torch.arange(length, dtype=torch.float)[:, None] * frequencies
-    return angles.cos() * factor, angles.sin() * factor
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    still = 0 if pairs is None else pairs - frequencies.shape[0]
+    return F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))
 
 
 def position_limit(config: PretrainedConfig) -> int:

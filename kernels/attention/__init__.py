@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from kernels.attention.base import AttentionBackend, AttentionBatch, CacheSpec
 from kernels.attention.cpu import CpuBackend
+from kernels.attention.flash import FlashBackend
 from kernels.attention.reference import ReferenceBackend
 
 __all__ = ["AttentionBackend", "AttentionBatch", "CacheSpec", "backend_names", "get_backend"]
 
 log = logging.getLogger(__name__)
 
-_BACKENDS: dict[str, Callable[[CacheSpec], AttentionBackend]] = {
+_BACKENDS: dict[str, type[AttentionBackend]] = {
+    "flash": FlashBackend,
     "cpu": CpuBackend,
     "reference": ReferenceBackend,
 }
-"""Best first: `auto` takes the first one that accepts the spec."""
+"""Best first: `auto` takes the first one that runs on the device and accepts the spec."""
 
 
 def backend_names() -> tuple[str, ...]:
@@ -41,6 +42,8 @@ def get_backend(name: str, spec: CacheSpec) -> AttentionBackend:
 def _best(spec: CacheSpec) -> AttentionBackend:
     reasons = []
     for name, make in _BACKENDS.items():
+        if not make.runs_on(spec.device):
+            continue
         try:
             backend = make(spec)
         except ValueError as refused:

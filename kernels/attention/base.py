@@ -6,6 +6,7 @@ tokens, so that moving a block is one copy. How the bytes inside a block are lai
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,7 @@ class CacheSpec:
     num_kv_heads: int
     head_dim: int
     block_size: int
-    """Tokens in one block."""
+    """Tokens in one block; 0 leaves it to the backend, whose own `spec` then says."""
     dtype: torch.dtype
     device: torch.device
 
@@ -68,11 +69,22 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     page_multiple: ClassVar[int] = 1
     """`block_size` must be a multiple of this."""
+    preferred_block_size: ClassVar[int] = 16
+    device_types: ClassVar[tuple[str, ...] | None] = None
+    """Where it runs; None: everywhere."""
 
     def __init__(self, spec: CacheSpec) -> None:
+        if not self.runs_on(spec.device):
+            raise ValueError(f"the {self.name} backend does not run on {spec.device}")
+        if not spec.block_size:
+            spec = dataclasses.replace(spec, block_size=self.preferred_block_size)
         if spec.block_size % self.page_multiple:
             raise ValueError(f"the {self.name} backend needs a block size that is a multiple of {self.page_multiple}")
         self.spec = spec
+
+    @classmethod
+    def runs_on(cls, device: torch.device) -> bool:
+        return cls.device_types is None or device.type in cls.device_types
 
     @property
     @abstractmethod

@@ -66,11 +66,10 @@ class CpuBackend(AttentionBackend):
 
     name: ClassVar[str] = "cpu"
     page_multiple: ClassVar[int] = _PAGE
+    device_types: ClassVar[tuple[str, ...]] = ("cpu",)
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
-        if spec.device.type != "cpu":
-            raise ValueError(f"the cpu backend does not run on {spec.device}")
         if spec.dtype not in native.DTYPES:
             raise ValueError(f"the cpu backend has no {spec.dtype}")
         if spec.head_dim % 16 or not 16 <= spec.head_dim <= _MAX_DIM:
@@ -98,7 +97,7 @@ class CpuBackend(AttentionBackend):
             raise ValueError(f"the pool must be contiguous, [blocks, {self.block_bytes}]")
         self._pool = pool
         # Blocks are far apart, and a layer reads little of each: with small pages every read misses the TLB.
-        self._library.tm_huge_pages(pool.data_ptr(), pool.numel())
+        native.huge_pages(pool)
         self._cache = native.Cache(
             pool.data_ptr(),
             self.block_bytes,
@@ -147,6 +146,7 @@ class CpuBackend(AttentionBackend):
             None if q_weight is None else q_weight.data_ptr(),
             None if k_weight is None else k_weight.data_ptr(),
             eps,
+            q_weight is not None and q_weight.dtype != self.spec.dtype,
         )
         pointer = self._enter(batch).pointer
         self._library.tm_write(self._cache_pointer, pointer, ctypes.byref(job), torch.get_num_threads())

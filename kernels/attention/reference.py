@@ -1,7 +1,5 @@
 """Paged attention in plain torch: runs everywhere, and is what the other backends are measured against.
 
-    pool   [num_blocks, layers, 2 (K, V), block_size, kv_heads, head_dim]
-
 Keys are cut into tiles of 128 positions that begin at position 0 of the sequence, whatever the block size, the chunk
 or the prefix hit. A row's result is then the same sum in the same order, bit for bit, however it comes to be
 computed:
@@ -27,7 +25,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kernels.attention.base import AttentionBackend, AttentionBatch, CacheSpec
+from kernels.attention.base import AttentionBatch, CacheSpec
+from kernels.attention.plain import PlainBackend
 
 _TILE = 128
 """Key positions in a tile."""
@@ -70,38 +69,16 @@ class _Step:
     """bool `[S, tiles, rows, 1, tile]`: positions that a row must not see."""
 
 
-class ReferenceBackend(AttentionBackend):
+class ReferenceBackend(PlainBackend):
     """See the module's docstring."""
 
     name: ClassVar[str] = "reference"
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
-        self._kv = torch.empty(0)
         self._batch: AttentionBatch | None = None
-        self._slots: tuple[Tensor, Tensor] | None = None
         self._parts: dict[int | None, list[_Part]] = {}
         self._buffers: dict[int, Tensor] = {}
-
-    @property
-    def block_bytes(self) -> int:
-        spec = self.spec
-        return spec.num_layers * 2 * spec.block_size * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
-
-    def bind(self, pool: Tensor) -> None:
-        spec = self.spec
-        shape = (pool.shape[0], spec.num_layers, 2, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        self._kv = pool.view(spec.dtype).view(shape)
-
-    def write(self, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
-        self._enter(batch)
-        rows = batch.num_rows
-        if self._slots is None:
-            slots = batch.slots[:rows]
-            self._slots = slots // self.spec.block_size, slots % self.spec.block_size
-        cache = self._kv[:, layer]
-        cache[:, 0].index_put_(self._slots, k[:rows].to(self.spec.dtype))
-        cache[:, 1].index_put_(self._slots, v[:rows].to(self.spec.dtype))
 
     def attend(
         self,
@@ -130,17 +107,10 @@ class ReferenceBackend(AttentionBackend):
             out[part.rows] = torch.cat(done, dim=1).view(-1, *q.shape[1:]).to(q.dtype)
         return out
 
-    def read(self, layer: int, block_table: tuple[int, ...], length: int) -> tuple[Tensor, Tensor]:
-        table = torch.tensor(block_table, dtype=torch.int64, device=self._kv.device)
-        kv = self._kv[table, layer]  # [blocks, 2, block_size, kv_heads, head_dim]
-        k, v = kv.transpose(0, 1).reshape(2, -1, self.spec.num_kv_heads, self.spec.head_dim)[:, :length].unbind(0)
-        return k, v
-
     def _enter(self, batch: AttentionBatch) -> None:
         """Index tensors are made once a batch and shared by all layers."""
         if batch is not self._batch:
             self._batch = batch
-            self._slots = None
             self._parts = {}
 
     def _gather(self, layer: int, part: _Part) -> tuple[Tensor, Tensor]:

@@ -10,13 +10,20 @@ namespace TM_ISA {
 #include "items.h"
 #include "store.h"
 #include "ops.h"
+#include "gemm.h"
 // clang-format on
 
 }  // namespace TM_ISA
 
 const Kernels TM_KERNELS = {
     TM_ISA::attend,       TM_ISA::reduce,   TM_ISA::store_row, TM_ISA::write_row,
-    TM_ISA::add_rms_norm, TM_ISA::silu_mul, TM_ISA::argmax,
+    TM_ISA::add_rms_norm, TM_ISA::silu_mul, TM_ISA::gelu_mul,  TM_ISA::softcap,   TM_ISA::argmax,
+    TM_ISA::quantize,
+#if TM_BF16
+    TM_ISA::matmul,
+#else
+    nullptr,
+#endif
 };
 
 }  // namespace tokenmill

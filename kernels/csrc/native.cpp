@@ -85,7 +85,7 @@ class Plans {
 using namespace tokenmill;
 
 /// Of the functions and structures here; kernels/native.py names the one it was written for.
-API int tm_version() { return 2; }
+API int tm_version() { return 4; }
 
 /// Picks the kernels: 3 AVX-512 with bf16 products, 2 AVX-512, 1 AVX2; at most `limit`. Returns the one picked; 0: none.
 API int tm_choose(int limit) {
@@ -95,7 +95,7 @@ API int tm_choose(int limit) {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+    const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
     if (bf16 && limit >= 3) return chosen = &avx512_bf16_kernels, 3;
     if (avx512 && limit >= 2) return chosen = &avx512_kernels, 2;
     if (avx2 && limit >= 1) return chosen = &avx2_kernels, 1;
@@ -141,12 +141,12 @@ API void tm_write(const Cache* cache, const Batch* batch, const Write* job, int 
 }
 
 API void tm_add_rms_norm(const void* x, void* residual, const void* weight, void* out, int rows, int cols, float eps,
-                         int is_bf16, int threads) {
+                         int is_bf16, int wide_weight, int threads) {
     const int64_t bytes = int64_t(cols) * (is_bf16 ? 2 : 4);
     const auto at = [&](const void* p, int row) { return static_cast<const uint8_t*>(p) + row * bytes; };
     each(rows, 16, threads, [&](int row) {
         chosen->add_rms_norm(x ? at(x, row) : nullptr, static_cast<uint8_t*>(residual) + row * bytes, weight,
-                             static_cast<uint8_t*>(out) + row * bytes, cols, eps, is_bf16);
+                             static_cast<uint8_t*>(out) + row * bytes, cols, eps, is_bf16, wide_weight);
     });
 }
 
@@ -158,10 +158,47 @@ API void tm_silu_mul(const void* gate_up, void* out, int rows, int cols, int is_
     });
 }
 
+API void tm_gelu_mul(const void* gate_up, void* out, int rows, int cols, int is_bf16, int threads) {
+    const int64_t bytes = int64_t(cols) * (is_bf16 ? 2 : 4);
+    each(rows, 16, threads, [&](int row) {
+        chosen->gelu_mul(static_cast<const uint8_t*>(gate_up) + 2 * row * bytes, static_cast<uint8_t*>(out) + row * bytes,
+                         cols, is_bf16);
+    });
+}
+
+API void tm_softcap(void* x, int rows, int cols, float cap, int is_bf16, int threads) {
+    const int64_t bytes = int64_t(cols) * (is_bf16 ? 2 : 4);
+    each(rows, 1, threads,
+         [&](int row) { chosen->softcap(static_cast<uint8_t*>(x) + row * bytes, cols, cap, is_bf16); });
+}
+
+API void tm_quantize(const void* x, uint8_t* out, float* steps, int rows, int cols, int is_bf16, int threads) {
+    const int64_t bytes = int64_t(cols) * (is_bf16 ? 2 : 4);
+    each(rows, 16, threads, [&](int row) {
+        chosen->quantize(static_cast<const uint8_t*>(x) + row * bytes, out + int64_t(row) * cols, steps + row, cols, is_bf16);
+    });
+}
+
 API void tm_argmax(const void* x, int64_t stride, int rows, int cols, int is_bf16, int64_t* places, bool* finite,
                    int threads) {
     const int64_t bytes = stride * (is_bf16 ? 2 : 4);
     each(rows, 1, threads, [&](int row) {
         chosen->argmax(static_cast<const uint8_t*>(x) + row * bytes, cols, is_bf16, places + row, finite + row);
+    });
+}
+
+/// Whether `tm_matmul` runs here.
+API int tm_has_matmul() { return chosen && chosen->matmul; }
+
+API void tm_matmul(const Product* p, int threads) {
+    constexpr int BLOCK_ROWS = 96;  // with 2,000 inputs they fill a part of the second-level cache beside a panel
+    const int columns = p->gated ? 2 * ceil_div(p->cols, PANEL) * PANEL : p->cols;
+    const int panels = ceil_div(columns, PANEL), blocks = ceil_div(p->rows, BLOCK_ROWS);
+    const bool wide = p->gated || (panels % 2 == 0 && p->rows > 6 && panels * blocks >= 32 * threads);
+    const int width = wide ? 2 * PANEL : PANEL, pieces = ceil_div(columns, width);
+    each(pieces * blocks, 1, threads, [&](int unit) {
+        const int row = unit / pieces * BLOCK_ROWS, piece = unit % pieces;
+        const int64_t ahead = piece + threads < pieces ? int64_t(threads) * width / PANEL * p->steps * PANEL_STEP : 0;
+        chosen->matmul(*p, row, std::min(BLOCK_ROWS, p->rows - row), piece * width, width, ahead);
     });
 }

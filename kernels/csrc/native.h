@@ -84,6 +84,27 @@ struct Write {
     const float *cos, *sin;  // [rows][dim / 2]
     const void *q_norm, *k_norm;
     float eps;
+    int32_t wide_norms;  // the norms' weights are fp32 and multiply before the rounding
+};
+
+constexpr int PANEL = 32;          // outputs whose weights lie together; see gemm.h
+constexpr int PANEL_STEP = 128;    // bytes of a panel that one dot product a lane takes
+constexpr int FETCH_AHEAD = 2048;  // bytes; the hardware's own prefetch stops at a page's end
+
+/// out[row] = x[row] · weight + bias, rounded to bf16.
+struct Product {
+    const void* x;
+    int64_t x_stride;  // bytes
+    void* out;
+    int64_t out_stride;  // elements
+    const void* weight;  // panels
+    const float* bias;   // [panels * 32] or null
+    int32_t rows, cols, steps;
+    int32_t gated;  // panels of gates and ups take turns; `cols` values silu(gate) * up come out
+    // int8: y = (sum - offset) * scale * x_scale. Null for bf16.
+    const float* scales;     // [panels * 32]
+    const int32_t* offsets;  // [panels * 32]: 128 * sum of the weights, since x is stored as x + 128
+    const float* x_scales;   // [rows]
 };
 
 /// What an instruction set's build offers. A row is one of the batch, or one line of a matrix.
@@ -95,9 +116,14 @@ struct Kernels {
                   int64_t v_stride, int row);
     void (*write)(const Cache&, const Batch&, const Write&, int row);
     void (*add_rms_norm)(const void* x, void* residual, const void* weight, void* out, int cols, float eps,
-                         bool is_bf16);
+                         bool is_bf16, bool wide_weight);
     void (*silu_mul)(const void* gate_up, void* out, int cols, bool is_bf16);
+    void (*gelu_mul)(const void* gate_up, void* out, int cols, bool is_bf16);
+    void (*softcap)(void* x, int cols, float cap, bool is_bf16);
     void (*argmax)(const void* x, int cols, bool is_bf16, int64_t* place, bool* finite);
+    void (*quantize)(const void* x, uint8_t* out, float* step, int cols, bool is_bf16);
+    /// Null without dot products of bf16. One or two panels from `column` on.
+    void (*matmul)(const Product&, int row, int rows, int column, int width, int64_t ahead);
 };
 
 extern const Kernels avx2_kernels, avx512_kernels, avx512_bf16_kernels;

@@ -87,6 +87,11 @@ INLINE F across(F* x) {
     const F mixed = Op::of(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xDD));
     return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15), mixed);
 }
+INLINE F round_whole(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+/// Whole numbers from 0 to 255 as bytes.
+INLINE void store_bytes(uint8_t* p, F x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
+}
 #if TM_BF16
 INLINE F dot2(F acc, U pairs, uint32_t pair) {
     return _mm512_dpbf16_ps(acc, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(static_cast<int>(pair)));
@@ -196,6 +201,17 @@ INLINE F across(F* x) {
     float out[16] = {};
     for (int r = 0; r < R; r++) out[r] = Op::of(x[r]);
     return load(out);
+}
+/// Whole numbers from 0 to 255 as bytes.
+INLINE void store_bytes(uint8_t* p, F x) {
+    const __m256i words = _mm256_packus_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
+    const __m256i ordered = _mm256_permute4x64_epi64(words, 0xD8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm_packus_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1)));
+}
+INLINE F round_whole(F x) {
+    constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
 }
 
 #endif

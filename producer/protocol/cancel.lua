@@ -25,7 +25,7 @@ end
 
 local function finish_here(fields, lane, entry)
   local group, tenant = field(fields, 'group'), field(fields, 'tenant')
-  open({ job = job, out = out, worker = '', prompt_tokens = '0' })
+  open({ job = job, out = out, worker = '', prompt_tokens = '0', group_name = group, tenant = tenant })
   finish({ job = job, result = result, cancel = cancel, out = out, quota = root .. 'quota:' .. tenant,
     group = root .. 'group:' .. group, group_out = root .. 'group-out:' .. group, callbacks = KEYS[7], id = id,
     status = 'cancelled', json = completed(fields), stream = field(fields, 'stream'), result_ttl = ARGV[6], stream_ttl = ARGV[7],

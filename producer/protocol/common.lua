@@ -66,6 +66,11 @@ local function now_ms()
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 end
 
+-- Whoever reads next after `delay` ms finds this entry, which is to be idle for a lease by then.
+local function list_returned(returned, lane_name, entry, delay)
+  redis.call('ZADD', returned, text(now_ms() + delay), lane_name .. ' ' .. entry)
+end
+
 local function next_fence(job, out)
   return text(1 + math.max(tonumber(redis.call('HGET', job, 'fence') or '0'), (last_id(out))))
 end
@@ -101,7 +106,7 @@ local function book(f)
 end
 
 -- All writes of an ending but the entry's removal; every check is behind us. `f`: job, result, cancel, out, quota, group,
--- group_out, callbacks (keys), id, status, json, stream, result_ttl, stream_ttl, group_name, callback, lane, entry.
+-- group_out, callbacks, running (keys), id, status, json, stream, result_ttl, stream_ttl, group_name, callback, lane, entry.
 local function finish(f)
   redis.call('SET', f.result, f.json, 'NX', 'EX', f.result_ttl)
   if f.stream == '0' then
@@ -115,6 +120,7 @@ local function finish(f)
   if booked[1] and booked[2] then
     if number_at(f.quota) > 0 then redis.pcall('DECR', f.quota) end
   end
+  if f.running then redis.call('SREM', f.running, f.lane .. ' ' .. f.entry) end
   redis.call('HDEL', f.job, 'counted')
   redis.call('HSET', f.job, 'state', f.status, 'lane', f.lane, 'entry', f.entry)
   redis.call('EXPIRE', f.job, f.result_ttl)
@@ -131,8 +137,13 @@ local function finish(f)
   redis.call('DEL', f.cancel)
 end
 
--- Open the stream of an ending whose writer holds no text.
+-- Open the stream of an ending whose writer holds no text, and fill in what START would have put into the job's hash. `f`:
+-- job, out (keys), worker, prompt_tokens, group_name, tenant.
 local function open(f)
-  redis.call('XADD', f.out, next_fence(f.job, f.out) .. '-0', 'type', 'start', 'worker', f.worker,
-    'attempt', redis.call('HGET', f.job, 'attempt') or '0', 'prompt_tokens', f.prompt_tokens)
+  local fence, known = next_fence(f.job, f.out), redis.call('HMGET', f.job, 'attempt', 'deaths')
+  redis.call('XADD', f.out, fence .. '-0', 'type', 'start', 'worker', f.worker, 'attempt', known[1] or '0',
+    'prompt_tokens', f.prompt_tokens)
+  redis.call('HSET', f.job, 'worker', f.worker, 'fence', fence, 'attempt', known[1] or '0', 'deaths', known[2] or '0')
+  if f.group_name ~= '' then redis.call('HSET', f.job, 'group', f.group_name) end
+  if f.tenant ~= '' then redis.call('HSET', f.job, 'tenant', f.tenant) end
 end

@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
 -- The one ending of an entry that the caller holds: result, rest of the text, final event, bookkeeping, ack and delete.
--- KEYS lane job result cancel out high normal low dead callbacks quota group group-out
+-- KEYS lane job result cancel out high normal low dead callbacks quota group group-out running reading
 -- ARGV consumer-group entry consumer lane-name id fence published status json stream result-ttl stream-ttl group callback
 --      prompt-tokens dead-code dead-reason dead-attempts dead-body dead-truncated dead-maxlen
---      then six an event: n index text tokens token-ids logprobs
+--      tenant, then six an event: n index text tokens token-ids logprobs
 -- An empty fence: no START came before, so a start is written first. `published`: last n the caller knows to be out.
 -- -> OK | DUP | LOST | GONE (the stream lacks what was published: START again, republish the whole text)
 local lane, job, result, cancel, out = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
@@ -28,12 +28,13 @@ if fence ~= '' then
   if last_fence < tonumber(fence) or last_n < tonumber(ARGV[7]) then return 'GONE' end
 end
 
+redis.call('HDEL', KEYS[15], name .. ' ' .. entry)
 if fence == '' then
   local same = redis.call('HMGET', job, 'lane', 'entry')
   if same[1] ~= name or same[2] ~= entry then reset(job) end
-  open({ job = job, out = out, worker = consumer, prompt_tokens = ARGV[15] })
+  open({ job = job, out = out, worker = consumer, prompt_tokens = ARGV[15], group_name = ARGV[13], tenant = ARGV[22] })
 end
-for at = 22, #ARGV, 6 do
+for at = 23, #ARGV, 6 do
   if tonumber(ARGV[at]) > last_n then
     local fields = { 'type', 'token', 'index', ARGV[at + 1], 'text', ARGV[at + 2], 'tokens', ARGV[at + 3] }
     if ARGV[at + 4] ~= '' then fields[#fields + 1] = 'token_ids'; fields[#fields + 1] = ARGV[at + 4] end
@@ -46,7 +47,7 @@ if ARGV[16] ~= '' then
     'reason', ARGV[17], 'attempts', ARGV[18], 'body', ARGV[19], 'truncated', ARGV[20])
 end
 finish({ job = job, result = result, cancel = cancel, out = out, quota = KEYS[11], group = KEYS[12],
-  group_out = KEYS[13], callbacks = KEYS[10], id = id, status = ARGV[8], json = ARGV[9], stream = ARGV[10],
+  group_out = KEYS[13], callbacks = KEYS[10], running = KEYS[14], id = id, status = ARGV[8], json = ARGV[9], stream = ARGV[10],
   result_ttl = ARGV[11], stream_ttl = ARGV[12], group_name = ARGV[13], callback = ARGV[14], lane = name, entry = entry })
 remove(lane, consumers, entry)
 return 'OK'

@@ -113,8 +113,27 @@ class Keys:
     def callbacks(self) -> str:
         return f"{self.root}callbacks"
 
+    @property
+    def callbacks_delayed(self) -> str:
+        return f"{self.root}callbacks-delayed"
+
+    @property
+    def callbacks_dead(self) -> str:
+        return f"{self.root}callbacks-dead"
+
     def quota(self, tenant: str) -> str:
         return f"{self.root}quota:{tenant}"
+
+    def running(self, tenant: str) -> str:
+        return f"{self.root}running:{tenant}"
+
+    @property
+    def returned(self) -> str:
+        return f"{self.root}returned"
+
+    @property
+    def reading(self) -> str:
+        return f"{self.root}reading"
 
     def worker(self, name: str) -> str:
         return f"{self.root}worker:{name}"

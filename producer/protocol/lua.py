@@ -45,9 +45,12 @@ class _Shared:
     def command(self, name: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> tuple[Any, ...]:
         return ("EVALSHA", _sha(name, self.shebang), len(keys), *keys, *args)
 
-    def refused_shebang(self, error: ResponseError) -> bool:
-        """True, once, where the server could not compile the `#!` line, which is then left out from now on."""
-        if not self.shebang or "near '#'" not in str(error):
+    def refused_shebang(self, error: ResponseError, sent: bool | None = None) -> bool:
+        """True where the server could not compile the `#!` line, which is then left out from now on.
+
+        `sent`: whether the line was in the call; default: whether it is in calls now.
+        """
+        if not (self.shebang if sent is None else sent) or "near '#'" not in str(error):
             return False
         self.shebang = False
         return True
@@ -85,11 +88,14 @@ class Runner(_Shared):
             return [self.run(*calls[0])]
         pipe = self.client.pipeline(transaction=False)
         send: Callable[..., Any] = pipe.execute_command
+        shebang = self.shebang
         for name, keys, args in calls:
             send(*self.command(name, keys, args))
         replies = pipe.execute(raise_on_error=False)
         for at, reply in enumerate(replies):
-            if isinstance(reply, NoScriptError) or (isinstance(reply, ResponseError) and self.refused_shebang(reply)):
+            if isinstance(reply, NoScriptError) or (
+                isinstance(reply, ResponseError) and self.refused_shebang(reply, shebang)
+            ):
                 replies[at] = self.run(*calls[at])
             elif isinstance(reply, Exception):
                 raise reply

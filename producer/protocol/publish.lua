@@ -1,7 +1,7 @@
 -- Append the token events of one engine step.
 -- KEYS one output stream a job
--- ARGV number of events, then five an event: key-number id index text tokens; then, where any event has such, two an
---      event: token-ids logprobs ('' = none)
+-- ARGV JSON list of five an event: key-number id index text tokens; then, where any event has such, JSON list of two an
+--      event: token-ids logprobs, each a string of JSON ('' = none)
 -- -> what was refused, flat: event-number why last-id …; why GONE | SMALL | another error's text.
 -- After a refusal that is not a repeat, the later events of that stream are refused too, so that no gap can arise.
 local refused, barred = {}, {}
@@ -11,21 +11,21 @@ local function refuse(number, why, last)
   refused[#refused + 1] = last
 end
 
-local count = tonumber(ARGV[1])
-local more = 2 + 5 * count
-for number = 0, count - 1 do
-  local at = 2 + 5 * number
-  local out = KEYS[tonumber(ARGV[at])]
+local events = cjson.decode(ARGV[1])
+local extra = ARGV[2] and cjson.decode(ARGV[2]) or {}
+for number = 0, #events / 5 - 1 do
+  local at = 5 * number + 1
+  local out = KEYS[events[at]]
   if barred[out] then
     refuse(number, barred[out][1], barred[out][2])
   else
-    local id, reply = ARGV[at + 1], nil
-    local ids, logprobs = ARGV[more + 2 * number] or '', ARGV[more + 2 * number + 1] or ''
+    local id, reply = events[at + 1], nil
+    local ids, logprobs = extra[2 * number + 1] or '', extra[2 * number + 2] or ''
     if ids == '' and logprobs == '' then
-      reply = redis.pcall('XADD', out, 'NOMKSTREAM', id, 'type', 'token', 'index', ARGV[at + 2], 'text', ARGV[at + 3],
-        'tokens', ARGV[at + 4])
+      reply = redis.pcall('XADD', out, 'NOMKSTREAM', id, 'type', 'token', 'index', events[at + 2], 'text', events[at + 3],
+        'tokens', events[at + 4])
     else
-      local fields = { 'type', 'token', 'index', ARGV[at + 2], 'text', ARGV[at + 3], 'tokens', ARGV[at + 4] }
+      local fields = { 'type', 'token', 'index', events[at + 2], 'text', events[at + 3], 'tokens', events[at + 4] }
       if ids ~= '' then fields[#fields + 1] = 'token_ids'; fields[#fields + 1] = ids end
       if logprobs ~= '' then fields[#fields + 1] = 'logprobs'; fields[#fields + 1] = logprobs end
       reply = redis.pcall('XADD', out, 'NOMKSTREAM', id, unpack(fields))

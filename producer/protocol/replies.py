@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import orjson
+
 from producer.protocol.errors import ErrorCode
 from producer.protocol.keys import Keys
 
@@ -31,6 +33,8 @@ class Delivery(NamedTuple):
     lane: str
     entry: str
     fields: dict[bytes, bytes]
+    again: bool = False
+    """Whether somebody held it before and handed it back."""
 
 
 class StartStatus(enum.StrEnum):
@@ -41,6 +45,8 @@ class StartStatus(enum.StrEnum):
     EXPIRED = "EXPIRED"
     SPENT = "SPENT"
     """It was started `max_attempts` times already, and has had its start alone if it is a suspect."""
+    CAPPED = "CAPPED"
+    """Its tenant has as many running jobs as it may; the entry is handed back already."""
     DUP = "DUP"
     LOST = "LOST"
 
@@ -96,8 +102,8 @@ class TokenWrite(NamedTuple):
     choice: int
     text: str
     tokens: int
-    token_ids: str | bytes = ""
-    logprobs: str | bytes = ""
+    token_ids: str = ""
+    logprobs: str = ""
 
 
 class Why(enum.StrEnum):
@@ -125,16 +131,17 @@ class Refused(NamedTuple):
 class TokenBatch:
     """The token events of one engine step, over all sequences, flat as the script wants them."""
 
-    __slots__ = ("_at", "_extra", "_plain", "_rich", "keys", "owners")
+    __slots__ = ("_at", "_events", "_extra", "_rich", "keys")
 
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
-        self.owners: list[tuple[str, int, int]] = []
-        """Of each event: job, fence, n."""
-        self._plain: list[Any] = []
-        self._extra: list[Any] = []
-        self._rich = False
         self._at: dict[str, int] = {}
+        """Each job's place among the streams, from 1."""
+        self._events: list[Any] = []
+        """Five an event: place of its stream, ID, choice, text, number of tokens."""
+        self._extra: list[str] = []
+        """Two an event: token ids and log-probabilities."""
+        self._rich = False
 
     def add(
         self,
@@ -144,27 +151,42 @@ class TokenBatch:
         index: int,
         text: str,
         tokens: int,
-        token_ids: str | bytes = "",
-        logprobs: str | bytes = "",
+        token_ids: str = "",
+        logprobs: str = "",
     ) -> None:
-        """Append event `<fence>-<n>` of a job; `n` counts up without gaps over all its choices."""
+        """Append event `<fence>-<n>` of a job; `n` counts up without gaps over all its choices.
+
+        `token_ids` and `logprobs` are JSON, empty for none.
+        """
         at = self._at.setdefault(job_id, len(self._at) + 1)
-        self._plain += (at, f"{fence}-{n}", index, text, tokens)
+        self._events += (at, f"{fence}-{n}", index, text, tokens)
+        if self._rich or token_ids or logprobs:
+            self._enrich(token_ids, logprobs)
+
+    def _enrich(self, token_ids: str, logprobs: str) -> None:
+        """Most batches have neither, and then no places for them: arguments cost."""
+        if not self._rich:
+            self._rich, self._extra = True, [""] * (2 * len(self) - 2)
         self._extra += (token_ids, logprobs)
-        self._rich = self._rich or bool(token_ids or logprobs)
-        self.owners.append((job_id, fence, n))
 
     def __len__(self) -> int:
-        return len(self.owners)
+        return len(self._events) // 5
 
     @property
-    def args(self) -> list[Any]:
-        """The script's arguments; most batches have neither ids nor log-probabilities, and their arguments cost."""
-        return [len(self.owners), *self._plain, *(self._extra if self._rich else ())]
+    def args(self) -> list[bytes]:
+        """The script's arguments: one JSON list of many values costs both sides less than as many arguments."""
+        events = orjson.dumps(self._events)
+        return [events, orjson.dumps(self._extra)] if self._rich else [events]
 
     @property
     def streams(self) -> list[str]:
         return [self.keys.out(job_id) for job_id in self._at]
+
+    def owner(self, number: int) -> tuple[str, int, int]:
+        """Job, fence and n of an event."""
+        at, event_id = self._events[5 * number : 5 * number + 2]
+        fence, _, n = event_id.partition("-")
+        return list(self._at)[at - 1], int(fence), int(n)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, Self
 
 import orjson
@@ -153,5 +154,10 @@ def _plain(value: Any, optional: set[str] | frozenset[str] = frozenset()) -> dic
 
 
 def _known(cls: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    names = {f.name for f in fields(cls)}
+    names = _names(cls)
     return {name: value for name, value in data.items() if name in names}
+
+
+@cache
+def _names(cls: Any) -> frozenset[str]:
+    return frozenset(f.name for f in fields(cls))

@@ -4,14 +4,15 @@ A worker's side, on a synchronous client (thread-safe as that client is):
 
     scripts = Scripts(client, keys, consumer, result_ttl_s=86400, stream_ttl_s=900)
     scripts.ensure_groups()                                             # at start and after NOGROUP
-    scripts.read(count) -> list[Delivery] | None                        # None: paused; at most `count` over all lanes
+    scripts.read(count) -> list[Delivery] | None                        # None: paused; handed-back ones first
     scripts.start(ref, job, prompt_tokens=, ttl_ms=, max_attempts=, nonce=) -> Started
     scripts.publish(batch: TokenBatch) -> list[Refused]
     scripts.finalise(ref, job, result, fence=, published=, events=(), callback=None, dead=None) -> Ending
     scripts.answer(ref, job, result, prompt_tokens=0, callback=None, dead=None) -> Ending      # no text held, no START
+    scripts.end_all([(ref, job, result, options)]) -> list[Ending]      # several of both kinds in one round trip
     scripts.reject(ref, body, reason) -> bool                           # entry without usable id: dead letter `no_id`
     scripts.renew(refs) -> list[Ref]                                    # the lost ones
-    scripts.yield_(ref, idle_ms=, polite=True, spare=False) -> bool     # False: lost
+    scripts.yield_(ref, idle_ms=, polite=True, spare=False, due_in_ms=None) -> bool     # False: lost
     scripts.clear(ref, fence) -> bool                                   # a suspect is one no more; False: lost
     scripts.promote(limit=64) -> int                                    # delayed jobs that are due
     scripts.last_ids(job_ids) -> dict[str, tuple[int, int]]             # (fence, n) of each stream's last entry
@@ -78,6 +79,7 @@ __all__ = [
     "CancelReply",
     "DeadLetter",
     "Delivery",
+    "EndOptions",
     "Ending",
     "EnqueueRefused",
     "JobExists",
@@ -109,6 +111,19 @@ class StartOptions(TypedDict):
     """Not even a suspect that never ran alone is started more often than `max_attempts`."""
     nonce: NotRequired[str | None]
     """A caller that repeats a call whose reply was lost gives the same one again, and gets the first call's fence."""
+
+
+class EndOptions(TypedDict):
+    """What an ending is told beside who and what."""
+
+    fence: int | None
+    """Of START; None for an ending without one."""
+    published: NotRequired[int]
+    events: NotRequired[Sequence[TokenWrite]]
+    prompt_tokens: NotRequired[int]
+    """For an ending without START."""
+    callback: NotRequired[str | None]
+    dead: NotRequired[DeadLetter | None]
 
 
 @dataclass
@@ -143,12 +158,15 @@ class Scripts:
 
     def read(self, count: int) -> list[Delivery] | None:
         """Take at most `count` new entries, higher lanes first, without waiting. None: the queue is paused."""
-        reply = self._runner.run("read", [self.keys.meta, *self.keys.lanes], [GROUP, self.consumer, count])
+        keys = self.keys
+        reply = self._runner.run("read", [keys.meta, *keys.lanes, keys.returned], [GROUP, self.consumer, count])
         if reply == b"PAUSED":
             return None
-        return [
-            Delivery(lane, entry.decode(), dict(zip(flat[::2], flat[1::2], strict=True)))
-            for lane, entries in zip(LANES, reply, strict=True)
+        returned, *new = reply
+        again = [Delivery(lane.decode(), entry.decode(), _fields(flat), True) for lane, entry, flat in returned]
+        return again + [
+            Delivery(lane, entry.decode(), _fields(flat))
+            for lane, entries in zip(LANES, new, strict=True)
             for entry, flat in entries
         ]
 
@@ -173,7 +191,8 @@ class Scripts:
         ]
 
     def _start_call(self, ref: Ref, job: Identity, options: StartOptions) -> Call:
-        names = [self.keys.lane(ref.lane), *self._of(ref.id), *self.keys.lanes]
+        names = [self.keys.lane(ref.lane), *self._of(ref.id), *self.keys.lanes, self.keys.meta]
+        names += [self.keys.running(job.tenant or ""), self.keys.returned]
         args: list[Any] = [GROUP, ref.entry, self.consumer, ref.lane, open_stream_ttl(self.result_ttl_s)]
         args += [options.get("nonce") or secrets.token_hex(8), _or_empty(options.get("ttl_ms"))]
         args += [_or_empty(options.get("max_attempts")), options["prompt_tokens"], job.group or "", job.tenant or ""]
@@ -191,28 +210,16 @@ class Scripts:
         reply = self._runner.run("publish", batch.streams, batch.args)
         refused = []
         for number, why, last in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
-            job_id, fence, n = batch.owners[number]
-            refused.append(classify(job_id, fence, n, why.decode("utf-8", "replace"), last.decode()))
+            refused.append(classify(*batch.owner(number), why.decode("utf-8", "replace"), last.decode()))
         return refused
 
-    def finalise(
-        self,
-        ref: Ref,
-        job: Identity,
-        result: Result,
-        *,
-        fence: int,
-        published: int,
-        events: Sequence[TokenWrite] = (),
-        callback: str | None = None,
-        dead: DeadLetter | None = None,
-    ) -> Ending:
+    def finalise(self, ref: Ref, job: Identity, result: Result, **how: Unpack[EndOptions]) -> Ending:
         """FINALISE a started job: `events` (what is not published yet), result, final event, bookkeeping, ack, delete.
 
         `published` is the last n known to be in the stream, 0 for none; `events` go on from there. With `stream 0` pass
         0 and no events. May be repeated where the reply was lost: DUP then means that it is done.
         """
-        return self._end(ref, job, result, str(fence), published, events, callback, dead, 0)
+        return self.end_all([(ref, job, result, how)])[0]
 
     def answer(
         self,
@@ -228,36 +235,33 @@ class Scripts:
 
         A START under way by this worker needs none of this: FINALISE it with its fence.
         """
-        if result.choices:
-            raise ValueError("an answer without START has no choices")
-        return self._end(ref, job, result, "", 0, (), callback, dead, prompt_tokens)
+        how: EndOptions = {"fence": None, "prompt_tokens": prompt_tokens, "callback": callback, "dead": dead}
+        return self.end_all([(ref, job, result, how)])[0]
 
-    def _end(
-        self,
-        ref: Ref,
-        job: Identity,
-        result: Result,
-        fence: str,
-        published: int,
-        events: Sequence[TokenWrite],
-        callback: str | None,
-        dead: DeadLetter | None,
-        prompt_tokens: int,
-    ) -> Ending:
+    def end_all(self, ends: Sequence[tuple[Ref, Identity, Result, EndOptions]]) -> list[Ending]:
+        """Endings of several jobs in one round trip; each stands for itself and may be repeated."""
+        calls = [self._end_call(*one) for one in ends]
+        return [Ending(reply.decode()) for reply in self._runner.run_all(calls)] if calls else []
+
+    def _end_call(self, ref: Ref, job: Identity, result: Result, how: EndOptions) -> Call:
+        fence, dead = how["fence"], how.get("dead")
+        if fence is None and result.choices:
+            raise ValueError("an answer without START has no choices")
         keys, group, tenant = self.keys, job.group or "", job.tenant or ""
         names = [keys.lane(ref.lane), *self._of(job.id), *keys.lanes, keys.dead, keys.callbacks]
         names += [keys.quota(tenant), keys.group(group), keys.group_out(group)]
-        args: list[Any] = [GROUP, ref.entry, self.consumer, ref.lane, job.id, fence, published, result.status.value]
-        args += [result.to_json(), "1" if job.stream else "0", self.result_ttl_s, self.stream_ttl_s, group]
-        args += [callback or "", prompt_tokens]
+        names += [keys.running(tenant), keys.reading]
+        args: list[Any] = [GROUP, ref.entry, self.consumer, ref.lane, job.id, _or_empty(fence)]
+        args += [how.get("published", 0), result.status.value, result.to_json(), "1" if job.stream else "0"]
+        args += [self.result_ttl_s, self.stream_ttl_s, group, how.get("callback") or "", how.get("prompt_tokens", 0)]
         if dead is None:
             args += ["", "", 0, "", "0"]
         else:
             args += [dead.code.value, clean(dead.reason), dead.attempts, *_cut(dead.body)]
-        args.append(DEAD_MAXLEN)
-        for event in events:
+        args += [DEAD_MAXLEN, tenant]
+        for event in how.get("events", ()):
             args += event
-        return Ending(self._runner.run("finalise", names, args).decode())
+        return Call("finalise", names, args)
 
     def reject(self, ref: Ref, body: bytes, reason: str = "no usable id", job_id: bytes = b"") -> bool:
         """Dead-letter an entry without a usable id, as `no_id`, and delete it. False: another worker holds it."""
@@ -281,15 +285,19 @@ class Scripts:
                 lost += [chunk[number] for number in self._runner.run("renew", names, args)]
         return lost
 
-    def yield_(self, ref: Ref, *, idle_ms: int, polite: bool = True, spare: bool = False) -> bool:
+    def yield_(
+        self, ref: Ref, *, idle_ms: int, polite: bool = True, spare: bool = False, due_in_ms: int | None = None
+    ) -> bool:
         """Hand an entry back: others see it idle for `idle_ms` (a lease: at once; a lease less d: in d). False: lost.
 
         Not polite: the job still counts as running, so that its next start by another worker is a takeover. Spare: the
-        start does not count against `max_attempts`, as it was no fault of the job.
+        start does not count against `max_attempts`, as it was no fault of the job. `due_in_ms`: from then on the next
+        `read` gives it to whoever calls; without it, sweeps alone find it.
         """
-        args = [GROUP, ref.entry, self.consumer, ref.lane, max(0, idle_ms)]
-        args += ["1" if polite else "0", "1" if spare else "0"]
-        return bool(self._runner.run("yield", [self.keys.lane(ref.lane), self.keys.job(ref.id)], args) == b"OK")
+        args: list[Any] = [GROUP, ref.entry, self.consumer, ref.lane, max(0, idle_ms)]
+        args += ["1" if polite else "0", "1" if spare else "0", self.keys.root, _or_empty(due_in_ms)]
+        names = [self.keys.lane(ref.lane), self.keys.job(ref.id), self.keys.returned]
+        return bool(self._runner.run("yield", names, args) == b"OK")
 
     def clear(self, ref: Ref, fence: int) -> bool:
         """A suspect ran alone past the place where its last run ended: its deaths so far count no more. False: lost."""
@@ -343,6 +351,10 @@ class Scripts:
 
 def _or_empty(value: int | None) -> int | str:
     return "" if value is None else value
+
+
+def _fields(flat: Sequence[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _cut(body: bytes) -> tuple[bytes, str]:

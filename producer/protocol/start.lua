@@ -1,12 +1,30 @@
 -- Begin (or begin again) to run an entry: hand out a fence.
--- KEYS lane job result cancel out high normal low
+-- KEYS lane job result cancel out high normal low meta running returned
 -- ARGV consumer-group entry consumer lane-name open-ttl-s nonce ttl-ms max-attempts prompt-tokens group tenant alone strict
--- -> {status, fence, attempt, deaths, now-ms, reason, tries}; status OK | CANCELLED | EXPIRED | SPENT | DUP | LOST
+-- -> {status, fence, attempt, deaths, now-ms, reason, tries}; status OK | CANCELLED | EXPIRED | SPENT | CAPPED | DUP | LOST
 -- `attempt` counts starts, `tries` those of them that max-attempts counts: not the ones that were handed back politely.
 local lane, job, result, cancel, out = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local lanes = { high = KEYS[6], normal = KEYS[7], low = KEYS[8] }
 local consumers, entry, consumer, name = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local now = now_ms()
+
+-- True where this tenant may have no further running job. Who left the lane without an end (somebody deleted its entry) is
+-- found here, a few at a time.
+local function capped(cap, member)
+  if redis.call('SISMEMBER', KEYS[10], member) == 1 or redis.call('SCARD', KEYS[10]) < cap then return false end
+  for _, other in ipairs(redis.call('SRANDMEMBER', KEYS[10], 8)) do
+    local other_lane, other_entry = string.match(other, '^(%a+) ([%d-]+)$')
+    if not lanes[other_lane] or not live(lanes[other_lane], other_entry) then redis.call('SREM', KEYS[10], other) end
+  end
+  return redis.call('SCARD', KEYS[10]) >= cap
+end
+
+-- Hand it back for a while: longer where many wait, so that looking at them again and again costs little.
+local function park(lease)
+  local delay = math.floor(math.min(lease / 2, math.max(1000, 10 * redis.call('ZCARD', KEYS[11]))))
+  redis.call('XCLAIM', lane, consumers, consumer, 0, entry, 'IDLE', text(lease - delay), 'JUSTID')
+  list_returned(KEYS[11], name, entry, delay)
+end
 
 if not owned(lane, consumers, entry, consumer) then return { 'LOST', '0', 0, 0, now, '', 0 } end
 clear_foreign(job, out)
@@ -39,11 +57,19 @@ if ARGV[8] ~= '' and tries >= tonumber(ARGV[8]) and guilty then
   return { 'SPENT', '0', attempt, deaths, now, '', tries }
 end
 
+local limits = redis.call('HMGET', KEYS[9], 'max_running_per_tenant', 'lease_ms')
+local cap, member = ARGV[11] ~= '' and tonumber(limits[1] or ''), name .. ' ' .. entry
+if cap and capped(cap, member) then
+  park(tonumber(limits[2] or '30000'))
+  return { 'CAPPED', '0', attempt, deaths, now, '', tries }
+end
+
 local fence = next_fence(job, out)
 attempt, tries = attempt + 1, tries + 1
 local started = redis.pcall('XADD', out, fence .. '-0', 'type', 'start', 'worker', consumer, 'attempt', attempt,
   'prompt_tokens', ARGV[9])
 if started.err then return started end
+if cap then redis.call('SADD', KEYS[10], member) end
 redis.call('EXPIRE', out, ARGV[5])
 if not same then reset(job) end
 redis.call('PERSIST', job)

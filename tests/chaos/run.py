@@ -68,6 +68,7 @@ class Chaos:
         self.client = command_client(self.server.url, retries=0)
         self.queue = Queue(self.client, self.server.url, self.keys)
         self.scripts = Scripts(self.client, self.keys, "harness")
+        self.client.hset(self.keys.meta, "max_running_per_tenant", 3)
 
     # ── producers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -227,6 +228,8 @@ class Chaos:
         assert self.client.xlen(self.keys.dead) == 0
         for tenant in ("red", "blue"):
             assert int(self.client.get(self.keys.quota(tenant)) or 0) == 0, tenant
+            assert not self.client.exists(self.keys.running(tenant)), tenant
+        eventually(lambda: not self.client.exists(self.keys.returned, self.keys.reading))
         for group in ("one", "two", "three"):
             self._check_group(group)
         eventually(self._workers_at_rest, 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -12,15 +13,20 @@ import pytest
 import redis
 from redis.exceptions import AuthenticationError, NoPermissionError
 
+from producer import batch
 from producer.client import Client
+from producer.janitor import clean_up
 from producer.protocol.connection import command_client
 from producer.protocol.keys import Keys
 from producer.protocol.replies import CancelReply
+from tests.producer.batch.files import request, write
+from tests.producer.mini import Queue as MiniQueue
+from tests.producer.rqprocess import rq_on
 from tests.support import eventually, free_port
 from tests.worker.fakes import FakeEngine
 from tests.worker.harness import Queue, inside
 
-ROLES = ("producer", "client", "worker", "operator")
+ROLES = ("producer", "client", "clerk", "worker", "operator")
 FILE = Path(__file__).parents[2] / "deploy" / "redis-users.acl"
 KEYS = Keys("guarded")
 pytestmark = pytest.mark.redis_server
@@ -64,7 +70,7 @@ def refused(client: redis.Redis, *command: object) -> None:
         client.execute_command(*command)
 
 
-def test_every_role_can_do_its_work(urls: dict[str, str], roles: dict[str, redis.Redis]) -> None:
+def test_every_role_can_do_its_work(urls: dict[str, str], roles: dict[str, redis.Redis], tmp_path: Path) -> None:
     queue = Queue(roles["producer"], urls["worker"], KEYS)
     operator = Queue(roles["operator"], urls["operator"], KEYS)
     with inside(Queue(roles["operator"], urls["worker"], KEYS), FakeEngine(step_seconds=0.005), lease_seconds="1"):
@@ -83,6 +89,10 @@ def test_every_role_can_do_its_work(urls: dict[str, str], roles: dict[str, redis
             assert later.cancel() is CancelReply.DONE
             soon = client.submit("x", max_tokens=3, delay=0.1)
             assert soon.result(timeout=10).status == "succeeded"
+            lines = write(tmp_path / "in.jsonl", [request("a", "x", model="fake"), request("b", "y", model="fake")])
+            assert batch.run(lines, tmp_path / "out.jsonl", client=client) == batch.BatchReport(2, 2, 0)
+            (ended,) = roles["operator"].scan_iter(match=KEYS.group_out("batch-*"))
+            assert roles["operator"].xlen(ended) == 0  # what was written is forgotten, so it may do that as well
         broken = queue.add(b"{")
         assert queue.result(broken)["error"]["code"] == "invalid_json"
         roles["operator"].hset(KEYS.meta, "paused", "1")
@@ -91,6 +101,35 @@ def test_every_role_can_do_its_work(urls: dict[str, str], roles: dict[str, redis
         assert roles["operator"].hgetall(KEYS.group("g"))
         assert roles["operator"].xinfo_groups(KEYS.lane("normal"))
         assert list(roles["operator"].scan_iter(match=KEYS.worker("*")))
+
+
+def test_a_clerk_can_do_its_chores_and_run_jobs(
+    urls: dict[str, str], roles: dict[str, redis.Redis], tmp_path: Path
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+    source.write_text(json.dumps(line) + "\n")
+    with (
+        rq_on(MiniQueue(urls["clerk"], roles["clerk"], KEYS), tmp_path) as office,
+        inside(
+            Queue(roles["operator"], urls["worker"], KEYS), FakeEngine(), lease_seconds="1", callback_hosts="localhost"
+        ),
+        Client(urls["client"], "guarded") as client,
+    ):
+        one = office.enqueue("generate", prompt="x", max_tokens=3)
+        many = office.enqueue("run_batch", input=str(source), output=str(output))
+        process = office.worker(
+            *("--worker-class", "producer.clerk.ClerkWorker", "--with-scheduler"),
+            TOKENMILL_CALLBACK_HOSTS="localhost",
+            TOKENMILL_CALLBACK_SECRET="key",
+        )
+        client.submit("x", max_tokens=3, callback="https://localhost/").result(timeout=10)
+        office.ends(one, "finished")
+        office.ends(many, "finished")
+        eventually(lambda: roles["operator"].xlen(KEYS.callbacks_dead) == 1, 20)  # it may not call loopback
+        clean_up(roles["clerk"], KEYS, idle_s=0)
+        assert process.stop() == 0
+        assert "NOPERM" not in process.log.upper()
 
 
 def test_nobody_comes_in_without_a_role(urls: dict[str, str]) -> None:
@@ -161,6 +200,23 @@ def test_a_client_cannot_take_jobs_or_steer_the_queue(roles: dict[str, redis.Red
         ("SCAN", "0"),
     ):
         refused(client, *command)
+
+
+def test_a_clerk_cannot_take_jobs_or_steer_the_queue(roles: dict[str, redis.Redis]) -> None:
+    lane = KEYS.lane("normal")
+    for command in (
+        ("XREADGROUP", "GROUP", "workers", "me", "STREAMS", lane, ">"),
+        ("XAUTOCLAIM", lane, "workers", "me", "0", "0"),
+        ("XTRIM", lane, "MAXLEN", "0"),
+        ("XGROUP", "DESTROY", lane, "workers"),
+        ("XTRIM", KEYS.callbacks, "MAXLEN", "0"),
+        ("DEL", KEYS.callbacks),
+        ("HSET", KEYS.meta, "paused", "1"),
+        ("HSET", KEYS.worker("w"), "status", "ready"),
+        ("XADD", KEYS.dead, "*", "a", "b"),
+        ("SUBSCRIBE", "x"),
+    ):
+        refused(roles["clerk"], *command)
 
 
 def test_a_worker_cannot_see_or_change_the_server(roles: dict[str, redis.Redis]) -> None:

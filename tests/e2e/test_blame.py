@@ -52,3 +52,30 @@ def test_one_crash_makes_nobody_run_alone(own: Queue, start: Start) -> None:
     assert {own.check_ending(job)["attempt"] for job in jobs} == {2}
     assert "suspect_held" not in second.log
     assert {own.client.hget(own.keys.job(job), "deaths") for job in jobs} == {b"1"}
+
+
+@pytest.mark.redis_server
+def test_a_body_that_kills_whoever_reads_it_is_given_up_unread(own: Queue, start: Start) -> None:
+    """It never starts, so it has no deaths to count: a mark tells what its readers were doing when they died."""
+    options = {"FAKE_KILL_READER": "poison", "FAKE_STEP": "0.005", "block_ms": "20"}
+    before = [own.add({"prompt": f"before {i}", "max_tokens": 30}) for i in range(8)]
+    poison = own.add({"prompt": "poison"}, id="poison", group="g")
+    after = [own.add({"prompt": f"after {i}", "max_tokens": 30}) for i in range(8)]
+    workers = [start(own, **options)]
+
+    def over() -> bool:
+        if workers[-1].popen.poll() is not None:
+            assert workers[-1].popen.returncode == -9
+            workers.append(start(own, **options))
+        return own.depth() == 0
+
+    eventually(over, 60)
+    result = own.check_ending(poison)
+    assert (result["status"], result["error"]["code"], result["error"]["cause"]) == ("failed", "gave_up", "worker_lost")
+    assert (result["attempt"], len(workers)) == (0, 4)
+    assert [fields[b"id"] for _, fields in own.client.xrange(own.keys.dead)] == [b"poison"]
+    ends = [own.check_ending(job) for job in before + after]
+    assert {end["status"] for end in ends} == {"succeeded"}
+    assert not own.client.exists(own.keys.reading)
+    assert (own.depth(), own.pending()) == (0, 0)
+    assert workers[-1].stop() == Exit.OK

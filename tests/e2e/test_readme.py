@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.producer.batch.files import check_whole
 from worker.child import worker_process
 from worker.embedded import embedded_redis
 
 pytestmark = pytest.mark.model
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
+BATCH = (Path(__file__).parents[2] / "docs" / "batch.md").read_text()
 DEFAULT_URL = "redis://localhost:6379/0"
 
 
@@ -54,6 +57,25 @@ def test_the_shell_commands_run_as_printed(url: str) -> None:
     assert outputs[0].strip()
     assert "story-1" in outputs[1] or outputs[1] == ""
     assert '"succeeded"' in outputs[3]
+
+
+def test_the_batch_page_runs_as_printed(url: str, tmp_path: Path) -> None:
+    (shell,) = re.findall(r"```sh\n(.*?)```", BATCH, re.DOTALL)
+    (python,) = re.findall(r"```python\n(.*?)```", BATCH, re.DOTALL)
+    (command,) = re.findall(r"^ {4}tokenmill (batch run .*)$", README, re.MULTILINE)
+    assert command in shell
+    shim = tmp_path / "tokenmill"
+    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m producer.cli "$@"\n')
+    shim.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TOKENMILL_REDIS": url}
+    environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    for script in (["bash", "-ec", shell], [sys.executable, "-c", python.replace(DEFAULT_URL, url)]):
+        done = subprocess.run(
+            script, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    assert done.stdout == "2 of 2\n"
+    check_whole(["sky", "sea"], tmp_path / "out.jsonl", tmp_path / "errors.jsonl")
 
 
 def test_every_make_target_of_the_documents_exists() -> None:

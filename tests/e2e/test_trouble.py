@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import redis
 
 from producer.client import Client
 from producer.protocol.calls import QueueFull, QuotaExceeded
@@ -101,6 +102,36 @@ def test_a_read_only_redis_is_waited_for(own: Queue, start: Start) -> None:
     result = own.check_ending(job)
     assert (result["status"], result["attempt"]) == ("succeeded", 1)
     assert worker.stop() == Exit.OK
+
+
+def test_a_redis_that_is_loading_is_waited_for(own: Queue, own_redis: RedisServer, start: Start) -> None:
+    """It accepts connections and answers LOADING for a while."""
+    worker = start(own, FAKE_STEP="0.02", lease_seconds="8")
+    job = running(own, max_tokens=120)
+    for number in range(400):
+        own.client.set(f"ballast:{number}", "x" * 5000)
+    own.client.bgrewriteaof()  # keys of a snapshot load one by one, and slowly below
+    eventually(lambda: own.client.info("persistence")["aof_rewrite_in_progress"] == 0, 20)
+    own_redis.kill()
+    own_redis.options = ("--key-load-delay", "5000", "--loading-process-events-interval-bytes", "1024")
+    loading: list[bool] = []
+
+    def answers() -> bool:
+        try:
+            return bool(own.client.ping())
+        except redis.exceptions.BusyLoadingError:
+            loading.append(True)
+            return False
+        except redis.ConnectionError:
+            return False
+
+    own_redis.launch()
+    eventually(answers, 30)
+    assert loading
+    result = own.check_ending(job)
+    assert (result["status"], result["attempt"]) == ("succeeded", 1)
+    assert worker.stop() == Exit.OK
+    assert worker.log.count("redis_unreachable") == 1
 
 
 def test_a_flushed_script_cache_costs_nothing(own: Queue, start: Start) -> None:

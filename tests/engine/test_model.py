@@ -127,6 +127,10 @@ def test_every_family_equals_transformers_on_every_path(
     expect_short_outputs(small)
     ties += compare(reference, finish(small, *asked), asked)
     assert small.stats().preemptions_recompute > 0
+    swapping = make(path, backend=backend, blocks=14, swap=1 << 20)
+    expect_short_outputs(swapping)
+    ties += compare(reference, finish(swapping, *asked), asked)
+    assert swapping.stats().preemptions_swap > 0
     print(f"{case.name}: {ties} near-ties")
 
 

@@ -25,7 +25,7 @@ class Cache:
         order = list(range(sum(blocks) + 3))
         random.Random(seed).shuffle(order)
         self.tables = [tuple(order.pop() for _ in range(n)) for n in blocks]
-        self.pool = torch.full((sum(blocks) + 3, self.backend.block_bytes), 0xFF, dtype=torch.uint8)
+        self.pool = torch.full((sum(blocks) + 3, self.backend.block_bytes), 0xFF, dtype=torch.uint8, device=spec.device)
         self.backend.bind(self.pool)
 
     def batch(self, work: list[tuple[int, int, int]], padding: int = 0) -> AttentionBatch:
@@ -37,8 +37,8 @@ class Cache:
             positions += list(range(start, stop))
             cu.append(len(slots))
         return AttentionBatch(
-            torch.tensor(slots + [-1] * padding),
-            torch.tensor(positions + [0] * padding),
+            torch.tensor(slots + [-1] * padding, device=self.spec.device),
+            torch.tensor(positions + [0] * padding, device=self.spec.device),
             tuple(cu),
             tuple(stop for _, _, stop in work),
             tuple(self.tables[s] for s, _, _ in work),
@@ -50,7 +50,9 @@ class Cache:
         """Write and attend; each item's output rows."""
         batch = self.batch(work, padding)
         q, k, v = (
-            torch.cat([x[s][a:b] for s, a, b in work] + [x[0].new_full((padding, *x[0].shape[1:]), torch.nan)])
+            torch.cat([x[s][a:b] for s, a, b in work] + [x[0].new_full((padding, *x[0].shape[1:]), torch.nan)]).to(
+                self.spec.device
+            )
             for x in (self.q, self.k, self.v)
         )
         self.backend.write(layer, k, v, batch)
@@ -58,6 +60,7 @@ class Cache:
         assert out.dtype == q.dtype
         assert out.shape == q.shape
         assert (out[batch.num_rows :] == 0).all()
+        out = out.cpu()
         return list(out[: batch.num_rows].split([b - a for _, a, b in work]))
 
     def oracle(self, s: int, start: int, stop: int, window: int | None = None, softcap: float | None = None) -> Tensor:
@@ -74,22 +77,27 @@ class Cache:
                 out[row, head] = scores.softmax(0) @ v[low : p + 1, head // group]
         return out
 
-    def bound(self, s: int, softcap: float | None = None, rounded_weights: bool = False) -> float:
+    def bound(
+        self, s: int, softcap: float | None = None, rounded_weights: bool = False, tanh: float = 2.0**-21
+    ) -> float:
         """How far rounding can move an output of sequence `s` from the oracle's, to first order.
 
         With u = 2^-24: a score is a sum of D products, so off by at most (D + 2) u |q| |k| scale, and a soft-cap adds
-        an absolute cap * 2^-21 (a tanh made of one division). An error e in scores moves the weights by a factor e^±e
-        above and below the fraction line, and exp itself by 4 u; the weighted sum and the total add up one term after
-        the other, within a tile and over tiles. An output is a mean of V under these weights, so all of it is relative
-        to the largest |V|. bf16 (u = 2^-8) rounds the output, and the weights where `rounded_weights`, whose exp is
-        then good to 2^-18 only.
+        an absolute cap * `tanh` (2^-21 where it is made of one division; a GPU's instruction has 2^-11). An error e in
+        scores moves the weights by a factor e^±e above and below the fraction line, and exp itself by 4 u; the weighted
+        sum and the total add up one term after the other, within a tile and over tiles. An output is a mean of V under
+        these weights, so all of it is relative to the largest |V|. bf16 (u = 2^-8) and fp16 (u = 2^-11) round the
+        output, and the weights where `rounded_weights`, whose exp is then good to 2^-18 only; weights too small for
+        fp16 are off by up to 2^-25 of the largest, each.
         """
         u, dim, n = 2.0**-24, self.spec.head_dim, self.lengths[s]
         norms = self.q[s].float().norm(dim=-1).max() * self.k[s].float().norm(dim=-1).max()
-        score = (dim + 2) * u * float(norms) * self.spec.head_dim**-0.5 + (softcap or 0.0) * 2.0**-21
+        score = (dim + 2) * u * float(norms) * self.spec.head_dim**-0.5 + (softcap or 0.0) * tanh
         relative = 2 * (score + 4 * u) + 2 * (128 + n // 128 + 4) * u
+        rounding = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}.get(self.spec.dtype, 0.0)
         if rounded_weights:
-            relative += 2.0**-8 + 2.0**-17
-        if self.spec.dtype == torch.bfloat16:
-            relative += 2.0**-8
+            relative += rounding + 2.0**-17
+        if rounded_weights and self.spec.dtype == torch.float16:
+            relative += n * 2.0**-25
+        relative += rounding
         return relative * float(self.v[s].float().abs().max())

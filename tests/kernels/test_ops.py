@@ -54,6 +54,56 @@ def test_norms_equal_the_reference(instruction_set: str, dtype: torch.dtype, col
 
 
 @pytest.mark.parametrize("cols", COLS)
+def test_a_wide_weight_multiplies_before_the_rounding(instruction_set: str, dtype: torch.dtype, cols: int) -> None:
+    x, residual = draw(37, cols, dtype=dtype), draw(37, cols, dtype=dtype, seed=1)
+    weight = draw(cols, dtype=torch.float32, seed=2)
+    # As above, with one rounding the less.
+    roundings = 1 if dtype == torch.bfloat16 else 4 + cols // 16
+    assert close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), roundings)
+    got, summed = ops.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    want, total = reference.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(summed, total)
+    assert close(got, want, roundings)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    assert close(ops.rms_norm(x, weight, 1e-5), exact.to(dtype), roundings)
+
+
+@pytest.mark.parametrize("cols", COLS)
+def test_gelu_mul_equals_the_reference(instruction_set: str, dtype: torch.dtype, cols: int) -> None:
+    x = draw(37, 2 * cols, dtype=dtype, scale=1.5)
+    # fp32: the exponent, below 34 for |x| < 6.9, is a product of sums with at most 6 roundings on either side.
+    roundings = 2 if dtype == torch.bfloat16 else 4 + 6 * 34
+    got = ops.gelu_mul(x)
+    assert close(got, reference.gelu_mul(x), roundings)
+    gate, up = x.double().chunk(2, dim=-1)
+    exact = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    # 1 + tanh cancels where the gate is far below zero, in fp64 as well.
+    assert torch.allclose(
+        got.double(), exact, rtol=roundings * (2**-23 if dtype == torch.float32 else 2**-7), atol=1e-9
+    )
+
+
+def test_gelu_mul_of_extremes(instruction_set: str, dtype: torch.dtype) -> None:
+    gate = torch.tensor([[0.0, -0.0, 30.0, -30.0, 1e4, -1e4, 3e38, -3e38, torch.inf, torch.nan]]).to(dtype)
+    got = ops.gelu_mul(torch.cat([gate, torch.ones_like(gate)], dim=1))
+    want = reference.gelu_mul(torch.cat([gate, torch.ones_like(gate)], dim=1))
+    assert torch.allclose(got, want, rtol=2.0**-6, atol=1e-30, equal_nan=True)
+    assert got[0, :8].isfinite().all()
+
+
+@pytest.mark.parametrize("cols", COLS)
+def test_softcap_equals_the_reference(instruction_set: str, dtype: torch.dtype, cols: int) -> None:
+    x, cap = draw(37, cols, dtype=dtype, scale=25.0), 30.0
+    x[5, cols // 2], x[6, 0], x[7, cols - 1] = torch.inf, -torch.inf, 3e38
+    want = cap * torch.tanh(x.double() / cap)
+    # 1 - 2 / (e^2x + 1): five roundings of numbers up to 2, and what they lose of e^2x changes it by less than one.
+    bound = cap * 6 * 2.0**-23 + want.abs() * (0 if dtype == torch.float32 else 2.0**-8)
+    assert ((reference.softcap(x.clone(), cap).double() - want).abs() <= bound).all()
+    assert ((ops.softcap(x.clone(), cap).double() - want).abs() <= bound).all()
+    assert ops.softcap(torch.full((1, 3), torch.nan, dtype=dtype), cap).isnan().all()
+
+
+@pytest.mark.parametrize("cols", COLS)
 def test_silu_mul_equals_the_reference(instruction_set: str, dtype: torch.dtype, cols: int) -> None:
     x = draw(37, 2 * cols, dtype=dtype, scale=6.0)
     # fp32: exp(-x) = 2^(-x log2 e) loses |x| u of its argument, and |x| stays below 32 here.
@@ -70,7 +120,7 @@ def test_silu_mul_of_extremes(instruction_set: str, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("two_threads")
 def test_bits_of_a_row_depend_on_the_row_alone(instruction_set: str, dtype: torch.dtype) -> None:
     x, residual, weight = draw(70, 577, dtype=dtype), draw(70, 577, dtype=dtype, seed=1), draw(577, dtype=dtype, seed=2)
-    gate_up = draw(70, 2 * 577, dtype=dtype, seed=3)
+    gate_up, wide = draw(70, 2 * 577, dtype=dtype, seed=3), draw(577, dtype=torch.float32, seed=4)
     normed, summed = ops.add_rms_norm(x, residual.clone(), weight, 1e-5)
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -81,6 +131,11 @@ def test_bits_of_a_row_depend_on_the_row_alone(instruction_set: str, dtype: torc
             assert torch.equal(part_sum, summed[rows])
             assert torch.equal(ops.rms_norm(x[rows], weight, 1e-5), ops.rms_norm(x, weight, 1e-5)[rows])
             assert torch.equal(ops.silu_mul(gate_up[rows]), ops.silu_mul(gate_up)[rows])
+            assert torch.equal(ops.gelu_mul(gate_up[rows]), ops.gelu_mul(gate_up)[rows])
+            assert torch.equal(ops.rms_norm(x[rows], wide, 1e-5), ops.rms_norm(x, wide, 1e-5)[rows])
+            assert torch.equal(ops.softcap(x[rows].clone(), 5.0), ops.softcap(x.clone(), 5.0)[rows])
+            assert torch.equal(reference.gelu_mul(gate_up[rows]), reference.gelu_mul(gate_up)[rows])
+            assert torch.equal(reference.softcap(x[rows].clone(), 5.0), reference.softcap(x.clone(), 5.0)[rows])
 
 
 @pytest.mark.parametrize("cols", [1, 2, 17, 511, 513, 3000])
@@ -106,12 +161,15 @@ def test_other_tensors_go_to_the_reference() -> None:
 
 
 @pytest.mark.parametrize("dim", [16, 64, 80, 256])
-@pytest.mark.parametrize("parts", ["none", "rotation", "both"])
+@pytest.mark.parametrize("parts", ["none", "rotation", "both", "wide"])
 def test_write_rotated_equals_the_reference(instruction_set: str, dtype: torch.dtype, dim: int, parts: str) -> None:
     rows, heads, kv_heads = 21, 6, 2
     qkv = draw(rows + 3, heads + 2 * kv_heads, dim, dtype=dtype)
     angles = draw(rows + 3, dim // 2, dtype=torch.float32, seed=1, scale=10.0)
-    norms = (draw(dim, dtype=dtype, seed=2), draw(dim, dtype=dtype, seed=3), 1e-6) if parts == "both" else None
+    weights = torch.float32 if parts == "wide" else dtype
+    norms = None
+    if parts in ("both", "wide"):
+        norms = draw(dim, dtype=weights, seed=2), draw(dim, dtype=weights, seed=3), 1e-6
     rotation = None if parts == "none" else (angles.cos(), angles.sin())
     out = []
     for name in ("cpu", "reference"):
@@ -124,7 +182,8 @@ def test_write_rotated_equals_the_reference(instruction_set: str, dtype: torch.d
     # A rotated value is a difference of two products: rounding is relative to the pair, not to the value.
     # The norm before it adds what the norms above differ by.
     unit = 2.0**-23 if dtype == torch.float32 else 2.0**-7
-    steps = {"none": 0, "rotation": 2, "both": 4 + (4 + dim // 16 if dtype == torch.float32 else 2)}[parts]
+    normed = 4 + (4 + dim // 16 if dtype == torch.float32 else 2)
+    steps = {"none": 0, "rotation": 2, "both": normed, "wide": normed}[parts]
     for got, want in zip(out[0][:2], out[1][:2], strict=True):
         bound = steps * unit * want.double().abs().amax(-1, keepdim=True) * 2**0.5
         assert ((got.double() - want.double()).abs() <= bound).all()

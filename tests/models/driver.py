@@ -32,7 +32,8 @@ class Driver:
     ) -> None:
         self.block_size = block_size
         self.backend = get_backend(backend, loaded.cache_spec(block_size))
-        self.pool = torch.full((num_blocks, self.backend.block_bytes), 0xFF, dtype=torch.uint8)
+        self.device = loaded.device
+        self.pool = torch.full((num_blocks, self.backend.block_bytes), 0xFF, dtype=torch.uint8, device=self.device)
         self.backend.bind(self.pool)
         self.model = loaded.bind(self.backend)
         self.free = list(range(num_blocks))
@@ -68,14 +69,15 @@ class Driver:
             cu.append(len(ids))
         extra = bucket(len(ids)) - len(ids) if pad else 0
         attention = AttentionBatch(
-            torch.tensor(slots + [-1] * extra),
-            torch.tensor(positions + [0] * extra),
+            torch.tensor(slots + [-1] * extra, device=self.device),
+            torch.tensor(positions + [0] * extra, device=self.device),
             tuple(cu),
             tuple(row.computed for row, _ in work),
             tuple(tuple(row.table) for row, _ in work),
         )
         rows = list(range(len(ids))) if every_row else [end - 1 for end in cu[1:]]
-        batch = Batch(torch.tensor(ids + [0] * extra), attention, torch.tensor(rows))
+        token_ids = torch.tensor(ids + [0] * extra, device=self.device)
+        batch = Batch(token_ids, attention, torch.tensor(rows, device=self.device))
         logits = self.model.forward(batch).float()
         if not every_row:
             return list(logits.split(1))

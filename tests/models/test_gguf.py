@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,15 @@ from transformers import AutoConfig
 
 from engine.config import ModelOptions
 from engine.models.config import Unsupported
-from engine.models.gguf import _BLOCK, _TOP, GgufFile
+from engine.models.gguf import GgufFile
 from engine.models.loading import LoadedModel, LoadError, load_model
 from engine.models.rope import inverse_frequencies
 from tests.models.driver import Driver
 from tests.models.reference import Reference
-from tests.models.tiny import BOS, END, EOS, SPECIALS, TEMPLATE, build, tokenizer
+from tests.models.tiny import BOS, END, EOS, FUSED, SPECIALS, TEMPLATE, Case, build, tokenizer
 
 PROMPT = [5, 90, 17, 200, 33, 8, 250]
-NAMES = {hf: ggml for ggml, hf in {**_TOP, **_BLOCK}.items()}
+ARCHITECTURES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -33,12 +35,24 @@ def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     )
 
 
-def ggml_name(name: str) -> str:
+def ggml_name(architecture: str, name: str) -> str:
+    """By the format's own map."""
     stem, _, kind = name.rpartition(".")
-    if stem.startswith("model.layers."):
-        _, _, layer, rest = stem.split(".", 3)
-        return f"blk.{layer}.{NAMES[rest]}.{kind}"
-    return f"{NAMES[stem]}.{kind}"
+    found = gguf.get_tensor_name_map(ARCHITECTURES[architecture], 8).get_name(stem)
+    assert found is not None, name
+    return f"{found}.{kind}"
+
+
+def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All experts of a layer in one tensor."""
+    out: dict[str, torch.Tensor] = {}
+    experts: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(tensors):
+        if ".experts." in name:
+            experts.setdefault(re.sub(r"experts\.\d+", "experts", name), []).append(tensors[name])
+        else:
+            out[name] = tensors[name]
+    return out | {name: torch.stack(parts) for name, parts in experts.items()}
 
 
 def convert(
@@ -46,7 +60,7 @@ def convert(
     target: Path,
     architecture: str,
     quantise: bool = False,
-    factors: np.ndarray | None = None,
+    factors: dict[str, np.ndarray] | None = None,
     **metadata: Any,
 ) -> Path:
     """Write `source` as GGUF."""
@@ -59,23 +73,27 @@ def convert(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if architecture == "qwen3":
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if architecture in ("qwen3", "qwen3moe", "gemma2", "gemma3"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     for key, value in metadata.items():
         writer.add_key_value(f"{architecture}.{key.replace('__', '.')}", value, gguf.GGUFValueType.get_type(value))
     add_tokenizer(writer)
-    if factors is not None:
-        writer.add_tensor("rope_freqs.weight", factors)
-    for name, tensor in load_file(source / "model.safetensors").items():
+    for name, values in (factors or {}).items():
+        writer.add_tensor(name, values)
+    for name, tensor in stacked(load_file(source / "model.safetensors")).items():
         values = tensor.numpy()
-        if architecture == "llama" and ".q_proj." in name:
+        if architecture in ("llama", "granite") and ".q_proj." in name:
             values = permute(values, config.num_attention_heads)
-        if architecture == "llama" and ".k_proj." in name:
+        if architecture in ("llama", "granite") and ".k_proj." in name:
             values = permute(values, config.num_key_value_heads)
-        kind = gguf.GGMLQuantizationType.Q8_0 if quantise and values.ndim == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(ggml_name(name), gguf.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
+        kind = gguf.GGMLQuantizationType.Q8_0 if quantise and values.ndim > 1 else gguf.GGMLQuantizationType.F32
+        data = gguf.quantize(np.ascontiguousarray(values), kind)
+        writer.add_tensor(ggml_name(architecture, name), data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -129,6 +147,80 @@ def test_a_file_gives_the_model_it_was_made_from(tmp_path: Path, architecture: s
     assert torch.allclose(logits(loaded), Reference(source).logits(PROMPT), atol=1e-3)
 
 
+def metadata_of(case: Case) -> dict[str, Any]:
+    """What the converter writes for a family besides what it writes for all."""
+    c = case.config
+    if case.family == "phi3":
+        rope, heads = c["rope_parameters"], 16
+        scale = 256 / rope["original_max_position_embeddings"]
+        return {
+            "rope__dimension_count": int(rope["partial_rotary_factor"] * heads),
+            "rope__scaling__original_context_length": rope["original_max_position_embeddings"],
+            "rope__scaling__attn_factor": math.sqrt(1 + math.log(scale) / math.log(16)),
+            "attention__sliding_window": 0,
+        }
+    if case.family == "granite":
+        return {
+            "embedding_scale": c["embedding_multiplier"],
+            "attention__scale": c["attention_multiplier"],
+            "residual_scale": c["residual_multiplier"],
+            "logit_scale": c["logits_scaling"],
+        }
+    if case.family == "gemma2":
+        caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+        return {"attention__sliding_window": c["sliding_window"], **caps}
+    if case.family == "gemma3_text":
+        scaling = {"rope__scaling__type": "linear", "rope__scaling__factor": 8.0}
+        return {"attention__sliding_window": c["sliding_window"], "attention__sliding_window_pattern": 3, **scaling}
+    if case.family == "qwen3_moe":
+        names = {
+            "num_experts": "count",
+            "num_experts_per_tok": "used_count",
+            "moe_intermediate_size": "feed_forward_length",
+        }
+        return {f"expert_{ours}": c[theirs] for theirs, ours in names.items()}
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "change"),
+    [
+        ("phi3", "phi3-partial-longrope", {}),
+        ("granite", "granite", {"attention_bias": False, "mlp_bias": False}),
+        ("olmo2", "olmo2", {"attention_bias": False}),
+        ("gemma2", "gemma2", {"query_pre_attn_scalar": 32}),
+        ("gemma3", "gemma3", {"query_pre_attn_scalar": 32}),
+        ("qwen3moe", "qwen3-moe", {"norm_topk_prob": True}),
+    ],
+)
+def test_a_file_of_every_family_gives_the_model_it_was_made_from(
+    tmp_path: Path, architecture: str, name: str, change: dict[str, Any]
+) -> None:
+    case = next(c for c in FUSED if c.name == name)
+    source = build(tmp_path / "hf", case.family, **case.config | change)
+    rope = case.config.get("rope_parameters", {})
+    factors = {
+        f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], dtype=np.float32)
+        for kind in ("short", "long")
+        if f"{kind}_factor" in rope
+    }
+    loaded = load(convert(source, tmp_path / "model.gguf", architecture, factors=factors, **metadata_of(case)))
+    assert loaded.implementation == "fused"
+    prompt = PROMPT * 4  # beyond every window, and the length at which the reference's longrope changes
+    driver = Driver(loaded)
+    assert torch.allclose(driver.prefill(driver.add(prompt)), Reference(source).logits(prompt), atol=1e-3)
+
+
+def test_stacks_of_quantised_experts_are_read(tmp_path: Path) -> None:
+    case = next(c for c in FUSED if c.name == "qwen3-moe")
+    source = build(tmp_path / "hf", case.family, **case.config | {"norm_topk_prob": True, "num_experts_per_tok": 4})
+    target = convert(
+        source, tmp_path / "model.gguf", "qwen3moe", quantise=True, **metadata_of(case) | {"expert_used_count": 4}
+    )
+    got, want = logits(load(target)), Reference(source).logits(PROMPT)
+    assert (got - want).abs().mean() < 0.05 * want.std()
+
+
 def drop_out_bias(path: Path) -> Path:
     from safetensors.torch import save_file
 
@@ -172,7 +264,9 @@ def test_rope_factors_are_read(tmp_path: Path) -> None:
     scaled, _ = inverse_frequencies(config, 256)
     plain, _ = inverse_frequencies(AutoConfig.from_pretrained(build(tmp_path / "plain")), 256)
     assert not torch.equal(scaled, plain)
-    loaded = load(convert(source, tmp_path / "model.gguf", "llama", factors=(plain / scaled).numpy()))
+    loaded = load(
+        convert(source, tmp_path / "model.gguf", "llama", factors={"rope_freqs.weight": (plain / scaled).numpy()})
+    )
     assert torch.allclose(logits(loaded), Reference(source).logits(PROMPT), atol=1e-3)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,14 @@ import torch
 from engine.config import ModelOptions
 from engine.models.loading import LoadedModel, load_model
 from tests.models.driver import Driver
-from tests.models.tiny import FUSED, build_case
+from tests.models.tiny import FUSED, Case, build_case
 
 CASES = [c for c in FUSED if c.name in ("llama-biases", "qwen3-windows", "smollm3", "llama-head-dim")]
+OTHERS = [
+    c
+    for c in FUSED
+    if c.name in ("phi3-partial-longrope", "gemma2", "gemma3", "granite", "olmo2", "qwen3-moe", "qwen3-moe-mixed")
+]
 LENGTH = 45
 
 
@@ -45,7 +51,8 @@ def sizes(loaded: LoadedModel, backend: str) -> list[int]:
     return [size for size in (1, 4, 16, 32) if size % multiple == 0]
 
 
-def test_bits_of_a_row_depend_on_its_sequence_alone(loaded: LoadedModel, backend: str) -> None:
+def check_cuts(loaded: LoadedModel, backend: str, cuts: Iterable[int]) -> None:
+    """A sequence in two chunks, in single tokens and after prefix hits is what it is in one go."""
     tokens = draw(loaded, LENGTH, 0)
     driver = Driver(loaded, 16, backend=backend)
     want = driver.prefill(driver.add(tokens))
@@ -55,7 +62,7 @@ def test_bits_of_a_row_depend_on_its_sequence_alone(loaded: LoadedModel, backend
 
     for block_size in sizes(loaded, backend):
         driver = Driver(loaded, block_size, num_blocks=4096, seed=block_size, backend=backend)
-        for cut in range(1, LENGTH):
+        for cut in cuts:
             assert torch.equal(driver.prefill(driver.add(tokens), [cut, LENGTH - cut]), want), cut
         whole = driver.add(tokens)
         driver.prefill(whole)
@@ -63,11 +70,11 @@ def test_bits_of_a_row_depend_on_its_sequence_alone(loaded: LoadedModel, backend
             assert torch.equal(driver.prefill(driver.add(tokens, whole, cached)), want[cached:]), cached
 
 
-def test_bits_do_not_depend_on_neighbours(loaded: LoadedModel, backend: str) -> None:
+def check_neighbours(loaded: LoadedModel, backend: str, seeds: int) -> None:
     tokens = draw(loaded, LENGTH, 0)
     alone = Driver(loaded, 16, backend=backend)
     want = alone.prefill(alone.add(tokens))
-    for seed in range(6):
+    for seed in range(seeds):
         dice = random.Random(seed)
         driver = Driver(loaded, sizes(loaded, backend)[0], num_blocks=4096, seed=seed, backend=backend)
         others = [driver.add(draw(loaded, dice.choice([1, 3, 20, 90]), 100 + i)) for i in range(dice.choice([1, 3, 9]))]
@@ -80,6 +87,25 @@ def test_bits_do_not_depend_on_neighbours(loaded: LoadedModel, backend: str) -> 
             work.insert(at, (row, min(dice.choice([1, 2, 11, 30]), LENGTH - row.computed)))
             got.append(driver.step(work, every_row=True)[at])
         assert torch.equal(torch.cat(got), want), seed
+
+
+def test_bits_of_a_row_depend_on_its_sequence_alone(loaded: LoadedModel, backend: str) -> None:
+    check_cuts(loaded, backend, range(1, LENGTH))
+
+
+def test_bits_do_not_depend_on_neighbours(loaded: LoadedModel, backend: str) -> None:
+    check_neighbours(loaded, backend, 6)
+
+
+@pytest.mark.parametrize(("dtype", "quantize"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")])
+@pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.name)
+def test_bits_of_every_family_depend_on_the_sequence_alone(
+    tmp_path: Path, case: Case, dtype: str, quantize: str
+) -> None:
+    loaded = load_model(ModelOptions(str(build_case(tmp_path, case)), device="cpu", dtype=dtype, quantize=quantize))
+    assert (loaded.implementation, loaded.batch_invariant) == ("fused", True)
+    check_cuts(loaded, "auto", (1, 17, 44))
+    check_neighbours(loaded, "auto", 2)
 
 
 def test_bits_do_not_depend_on_the_number_of_sampled_rows(loaded: LoadedModel) -> None:

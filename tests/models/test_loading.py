@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from engine.config import ModelOptions
+from engine.models.config import Unsupported, fused_config
 from engine.models.loading import LoadedModel, LoadError, load_model
 from tests.models.driver import Driver
 from tests.models.reference import Reference
@@ -150,7 +153,7 @@ class TestWhatTheFusedDecoderDoesNotKnow:
             {"hidden_act": "gelu"},
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}},
-            {"model_type": "olmo2"},
+            {"model_type": "olmo3"},
         ],
     )
     def test_a_value_it_does_not_know_is_named(self, tmp_path: Path, change: dict[str, Any]) -> None:
@@ -158,6 +161,35 @@ class TestWhatTheFusedDecoderDoesNotKnow:
         edit_json(tmp_path / "config.json", **change)
         with pytest.raises(LoadError, match="the fused decoder can't run"):
             load(tmp_path, backend="fused")
+
+    @pytest.mark.parametrize(
+        ("family", "change"),
+        [
+            ("gemma2", {"hidden_activation": "gelu"}),
+            ("gemma2", {"use_bidirectional_attention": True}),
+            ("gemma2", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}),
+            ("gemma3_text", {"attn_logit_softcapping": 50.0}),
+            ("phi3", {"attention_bias": True}),
+            ("phi3", {"hidden_act": "gelu"}),
+            ("granite", {"position_embedding_type": "nope"}),
+            ("olmo2", {"clip_qkv": 8.0}),
+            ("qwen3_moe", {"shared_expert_intermediate_size": 32}),
+        ],
+    )
+    def test_families_with_options_are_read_to_the_last_key(self, family: str, change: dict[str, Any]) -> None:
+        fused_config(AutoConfig.for_model(family))
+        config = AutoConfig.for_model(family)
+        for key, value in change.items():
+            setattr(config, key, value)
+        with pytest.raises(Unsupported, match="|".join(["activation", "layer type", *change])):
+            fused_config(config)
+
+    def test_keys_of_published_configs_that_change_nothing_are_passed_over(self) -> None:
+        phi = {"attention_bias": False, "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1}
+        gemma = {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"}
+        moe = {"max_window_layers": 48, "output_router_logits": False, "router_aux_loss_coef": 0.001}
+        for family, keys in (("phi3", phi), ("gemma2", gemma), ("gemma3_text", gemma), ("qwen3_moe", moe)):
+            fused_config(AutoConfig.for_model(family, **keys))
 
     def test_another_activation_still_matches_the_reference(self, tmp_path: Path) -> None:
         build(tmp_path, hidden_act="gelu")
@@ -223,6 +255,46 @@ class TestOptions:
 
     def test_the_name_is_the_directory(self, tmp_path: Path) -> None:
         assert load(build(tmp_path / "my-model")).name == "my-model"
+
+
+class TestExperts:
+    """Both forms of a checkpoint: the experts one by one, or stacked."""
+
+    CONFIG: ClassVar = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+    def stack(self, tensors: dict[str, Tensor]) -> None:
+        for layer in range(3):
+            prefix = f"model.layers.{layer}.mlp.experts"
+            gate, up, down = (
+                torch.stack([tensors.pop(f"{prefix}.{i}.{name}_proj.weight") for i in range(4)])
+                for name in ("gate", "up", "down")
+            )
+            tensors[f"{prefix}.gate_up_proj"] = torch.cat([gate, up], dim=1)
+            tensors[f"{prefix}.down_proj"] = down
+
+    def test_stacked_ones_give_the_same_bits(self, tmp_path: Path) -> None:
+        build(tmp_path, "qwen3_moe", **self.CONFIG)
+        apart = load(tmp_path)
+        want = logits(apart)
+        edit_weights(tmp_path, self.stack)
+        stacked = load(tmp_path)
+        assert (stacked.implementation, stacked.num_parameters) == ("fused", apart.num_parameters)
+        assert torch.equal(logits(stacked), want)
+        assert torch.allclose(want, Reference(tmp_path).logits(PROMPT), atol=1e-3)
+
+    def test_a_missing_one_is_named(self, tmp_path: Path) -> None:
+        build(tmp_path, "qwen3_moe", **self.CONFIG)
+        name = "model.layers.2.mlp.experts.3.up_proj.weight"
+        edit_weights(tmp_path, lambda tensors: tensors.pop(name))
+        with pytest.raises(LoadError, match=re.escape(name)):
+            load(tmp_path)
+
+    def test_a_shape_that_the_config_does_not_say_is_named(self, tmp_path: Path) -> None:
+        build(tmp_path, "qwen3_moe", **self.CONFIG)
+        edit_weights(tmp_path, self.stack)
+        edit_json(tmp_path / "config.json", num_local_experts=5)
+        with pytest.raises(LoadError, match=r"mlp\.gate\.weight"):
+            load(tmp_path)
 
 
 def test_the_tokenizer_comes_along(tmp_path: Path) -> None:

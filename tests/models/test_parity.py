@@ -19,7 +19,7 @@ from tests.models.tiny import FUSED, STOCK, Case, build_case
 
 Load = Callable[[Case], tuple[LoadedModel, Reference]]
 NEW = 12
-PREFIXED = [case for case in FUSED + STOCK if case.name in ("llama", "qwen3-windows", "gemma2")]
+PREFIXED = [case for case in FUSED + STOCK if case.name in ("llama", "qwen3-windows", "gemma3", "qwen3-moe-mixed")]
 
 
 @pytest.fixture(scope="module")

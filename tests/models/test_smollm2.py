@@ -27,25 +27,11 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def reference() -> Reference:
-    """transformers' model with the weights that transformers itself reads from the file."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    path = _demo_file()
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    config._attn_implementation = "eager"
-    made = object.__new__(Reference)
-    made.model = AutoModelForCausalLM.from_config(config).float().eval()
-    weights = load_gguf_checkpoint(path, return_tensors=True, model_to_load=made.model)["tensors"]
-    made.weights = weights  # type: ignore[attr-defined]
-    missing, unexpected = made.model.load_state_dict(weights, strict=False)
-    assert (missing, unexpected) == (["lm_head.weight"], [])
-    made.model.generation_config.eos_token_id = made.model.config.eos_token_id = None
-    return made
+    return Reference.of_gguf(_demo_file())
 
 
 def test_every_weight_equals_transformers_own_reading(reference: Reference) -> None:
-    file, theirs = GgufFile(_demo_file()), reference.weights  # type: ignore[attr-defined]
+    file, theirs = GgufFile(_demo_file()), reference.weights
     assert file.names() == set(theirs)
     for name in file.names():
         assert torch.equal(file.load(name), theirs[name]), name

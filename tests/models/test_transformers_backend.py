@@ -129,8 +129,8 @@ def test_whatever_else_attention_is_asked_for_is_refused(more: dict[str, object]
 
 def test_length_dependent_rope_is_fixed_at_load(tmp_path: Path) -> None:
     """A short sequence's logits don't change because a long one shares its batch."""
-    case = next(c for c in STOCK if c.name == "phi3-longrope")
-    driver = Driver(load_model(options(build_case(tmp_path, case))))
+    case = next(c for c in STOCK if c.name == "phi3-longrope-forced")
+    driver = Driver(load_model(options(build_case(tmp_path, case), backend="transformers")))
     alone = driver.prefill(driver.add([5, 6, 7, 8]))
     short, long = driver.add([5, 6, 7, 8]), driver.add(list(range(10, 60)))
     together = driver.step([(short, 4), (long, 50)], every_row=True)[0]
@@ -166,4 +166,4 @@ def test_a_model_that_would_come_out_different_is_refused(tmp_path: Path, monkey
 
     monkeypatch.setattr(transformers_backend, "_attention", wrong)
     with pytest.raises(LoadError, match="other logits"):
-        load_model(options(tmp_path))
+        load_model(options(tmp_path, backend="transformers"))

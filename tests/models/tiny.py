@@ -126,27 +126,80 @@ FUSED: list[Case] = [
         "smollm3",
         {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 6, "tie_word_embeddings": False},
     ),
-]
-STOCK: list[Case] = [
     Case("phi3", "phi3", {"sliding_window": 6}),
     Case("phi3-longrope", "phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 16}),
+    Case(
+        "phi3-partial-longrope",
+        "phi3",
+        {
+            "rope_parameters": {
+                **_LONGROPE,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0] * 6,
+                "long_factor": [1.0 + 0.5 * i for i in range(6)],
+            },
+            "original_max_position_embeddings": 16,
+            "tie_word_embeddings": True,
+        },
+    ),
     Case("gemma2", "gemma2", {"head_dim": 32, "sliding_window": 6, "query_pre_attn_scalar": 24}),
     Case(
         "gemma3",
         "gemma3_text",
-        {"head_dim": 32, "sliding_window": 6, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+        {
+            "head_dim": 32,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
     ),
-    Case("granite", "granite", {"attention_multiplier": 0.1, "residual_multiplier": 0.5, "logits_scaling": 2.0}),
-    Case("olmo2", "olmo2"),
+    Case(
+        "granite",
+        "granite",
+        {
+            "embedding_multiplier": 3.3,
+            "attention_multiplier": 0.1,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    Case("olmo2", "olmo2", {"attention_bias": True}),
     Case(
         "qwen3-moe",
         "qwen3_moe",
         {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
+    Case(
+        "qwen3-moe-mixed",
+        "qwen3_moe",
+        {
+            "head_dim": 16,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 7,
+        },
+    ),
 ]
-STOCK = [dataclasses.replace(case, backend="transformers") for case in STOCK] + [
-    Case("llama-forced", "llama", {"attention_bias": True}, "transformers"),
-    Case("qwen2-windows-forced", "qwen2", FUSED[14].config, "transformers"),
+STOCK: list[Case] = [
+    Case("olmo3", "olmo3", {"sliding_window": 6}, "transformers"),
+    Case("glm4", "glm4", {"head_dim": 16}, "transformers"),
+    Case("cohere2", "cohere2", {"sliding_window": 6}, "transformers"),
+    *(
+        dataclasses.replace(case, name=f"{case.name}-forced", backend="transformers")
+        for case in FUSED
+        if case.name in ("llama-biases", "qwen2-windows", "phi3-longrope", "gemma2", "gemma3", "qwen3-moe")
+    ),
 ]
 
 

@@ -50,6 +50,8 @@ def test_cancel_delay_refusals_and_deadlines(queue: Queue) -> None:
         assert await later.cancel() is CancelReply.DONE
         with pytest.raises(JobError):
             await client.submit("one", n=0)
+        with pytest.raises(ValueError, match="from_id"):
+            client.job("unknown").stream(from_id="x")
         with pytest.raises(TimeoutError):
             await client.job("unknown").result(timeout=0.2)
         await client.redis.hset(client.keys.meta, "max_depth", "0")

@@ -23,7 +23,7 @@ from producer import (
     TextRestarted,
     TokenEvent,
 )
-from producer.protocol.job import Identity
+from producer.protocol.job import Identity, JobEntry
 from producer.protocol.keys import GROUP
 from producer.protocol.replies import Ref, TokenBatch, TokenWrite
 from producer.protocol.result import Choice
@@ -48,6 +48,12 @@ def test_a_stream_resumes_after_any_event_without_gap_or_repeat(client: Client, 
     whole = list(job.stream(timeout=10))
     for at, event in enumerate(whole[:-1]):
         assert list(job.stream(from_id=event.id, timeout=5)) == whole[at + 1 :]
+
+
+@pytest.mark.parametrize("from_id", ["x", "", "1-2-3", "-1", "$", "1-", "²", str(1 << 64)])
+def test_a_stream_resumes_from_an_event_or_says_what_is_wrong(client: Client, from_id: str) -> None:
+    with pytest.raises(ValueError, match="from_id"):
+        client.job("any").stream(from_id=from_id)
 
 
 def test_events_come_while_the_job_runs(client: Client, worker: MiniWorker) -> None:
@@ -276,3 +282,37 @@ def test_readers_outlive_a_restart_of_redis(own_redis: RedisServer) -> None:
         reader.join(20)
         worker.stop()
         assert [r.text for r in found] == ["one HOLD two "]
+
+
+def test_many_jobs_are_submitted_and_collected_in_a_few_round_trips(
+    queue: Queue, client: Client, worker: MiniWorker
+) -> None:
+    entries = [JobEntry(f"j{n}", b'{"prompt":"say it"}', stream=False, group="g") for n in range(5)]
+    assert client.submit_all(entries) == [None] * 5
+    again = client.submit_all([*entries[:1], JobEntry("j5", b'{"prompt":"x"}', stream=False, group="g")])
+    assert isinstance(again[0], JobExists)
+    assert again[1] is None
+    ended: list[tuple[str, str]] = []
+
+    def all_ended() -> bool:
+        ended.extend(client.finished("g", ended[-1][0] if ended else "0", 50))
+        return len(ended) == 6
+
+    eventually(all_ended)
+    ids = [job_id for _, job_id in ended]
+    assert sorted(ids) == [f"j{n}" for n in range(6)]
+    assert client.finished("g", ended[-1][0]) == []
+    assert [result.status for result in client.results([*ids]) if result] == ["succeeded"] * 6
+    assert client.states([*ids, "unknown"]) == ["succeeded"] * 6 + [None]
+    client.forget(ids, "g", [entry for entry, _ in ended])
+    assert client.results(ids) == [None] * 6
+    assert client.states(ids) == [None] * 6
+    assert client.finished("g") == []
+    assert not list(queue.redis.scan_iter(match=queue.keys.out("*")))
+
+
+def test_of_many_jobs_those_without_room_are_told(queue: Queue, client: Client) -> None:
+    queue.redis.hset(queue.keys.meta, "max_depth", 2)
+    told = client.submit_all([JobEntry(f"j{n}", b"{}") for n in range(3)])
+    assert told[:2] == [None, None]
+    assert isinstance(told[2], QueueFull)

@@ -305,7 +305,7 @@ class TestPublish:
             start(scripts, queue.deliver(scripts, job_id), Identity(job_id))
         made = TokenBatch(queue.keys)
         made.add("a", 1, 1, 0, "x", 1)
-        made.add("b", 1, 1, 1, "é\n\x00", 2, b"[5,6]", '[{"logprob":-1.5}]')
+        made.add("b", 1, 1, 1, "é\n\x00", 2, "[5,6]", '[{"logprob":-1.5}]')
         made.add("a", 1, 2, 0, "", 1, "[7]")
         assert len(made) == 3
         assert scripts.publish(made) == []

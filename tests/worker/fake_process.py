@@ -1,7 +1,7 @@
 """`python -m tests.worker.fake_process`: a real worker process whose engine is faked; settings from the environment.
 
 `FAKE_STEP`: seconds a step takes; `FAKE_HANG`: the step at which the engine hangs; `FAKE_KILL`: a prompt whose tenth
-token kills the process.
+token kills the process; `FAKE_KILL_READER`: a prompt that kills the process when it is tokenised.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from typing import Any
 
 from engine.outputs import StepOutput
-from tests.worker.fakes import FakeEngine, FakeModel
+from tests.worker.fakes import FakeEngine, FakeModel, FakeTokenizer
 from tests.worker.harness import Refusal
 from worker.cli import settings_from_environment
 from worker.loading import Loaded
@@ -32,10 +32,17 @@ class Faulty(FakeEngine):
         return super().step()
 
 
+class DeadlyTokenizer(FakeTokenizer):
+    def encode(self, text: str) -> list[int]:
+        if text == os.environ.get("FAKE_KILL_READER"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode(text)
+
+
 def load(settings: Any) -> Loaded:
     slots = settings.max_num_seqs
     engine = Faulty(max_num_seqs=slots, step_seconds=float(os.environ.get("FAKE_STEP", "0")))
-    model = FakeModel()
+    model = FakeModel(tokenizer=DeadlyTokenizer())
     return Loaded(engine, model, Translator(settings, engine, model, Refusal))
 
 

@@ -41,7 +41,7 @@ class Room:
 
     def hold(self, deliveries: list[Delivery]) -> list[Job]:
         jobs = []
-        for lane, entry, fields in deliveries:
+        for lane, entry, fields, _ in deliveries:
             job = Job(lane, entry, Identity(fields[b"id"].decode()))
             self.held.add(job)
             self.quarantine.enter(job)

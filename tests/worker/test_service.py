@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from typing import Any
 
 import orjson
+import pytest
+import structlog
 
+from producer.protocol.job import JobEntry
+from producer.protocol.scripts import CancelReply, Scripts
 from tests.support import eventually
 from tests.worker.fakes import POISON, FakeEngine, text_of
 from tests.worker.harness import Inside, Queue, inside
@@ -298,3 +303,33 @@ def test_a_cancel_is_seen_within_a_poll_and_a_step(queue: Queue) -> None:
         eventually(lambda: not engine.has_work)
         # One poll lasts a step here, then comes the step that ends it; the rest is this machine's slack.
         assert engine.steps - steps <= 6
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_prompts_are_in_the_log_only_where_asked(queue: Queue, asked: bool) -> None:
+    with structlog.testing.capture_logs() as logs, inside(queue, log_prompts=asked):
+        for body in ({"prompt": "sesame", "max_tokens": 1}, {"prompt": "sesame", "no_such_key": 1}, b'{"sesame'):
+            queue.check_ending(queue.add(body))
+    assert ("sesame" in str(logs)) is asked
+
+
+@pytest.mark.parametrize("ending", ["broken", "cancelled before", "cancelled in its lane", "expired"])
+def test_a_job_that_never_started_leaves_the_same_fields_as_any(queue: Queue, ending: str) -> None:
+    job, marks = secrets.token_hex(8), {"group": "g", "tenant": "t"}
+    if ending == "cancelled before":
+        queue.cancel(job)
+    if ending == "cancelled in its lane":
+        scripts = Scripts(queue.client, queue.keys)
+        scripts.enqueue(JobEntry(job, b"{}", group="g", tenant="t"))
+        assert scripts.cancel(job) is CancelReply.DONE
+    else:
+        ttl = {"ttl_ms": "1"} if ending == "expired" else {}
+        body = b"{" if ending == "broken" else {"prompt": "x"}
+        queue.add(body, id=job, **marks, **ttl)
+    with inside(queue):
+        result = queue.check_ending(job)
+    known = {k.decode(): v.decode() for k, v in queue.client.hgetall(queue.keys.job(job)).items()}
+    assert set(known) >= {"state", "lane", "entry", "worker", "fence", "attempt", "deaths", "group", "tenant"}
+    assert (known["state"], known["attempt"], known["fence"]) == (result["status"], "0", "1")
+    assert (known["group"], known["tenant"], known["worker"]) == ("g", "t", result["worker"] or "")
+    assert queue.client.ttl(queue.keys.job(job)) > 0

@@ -1,0 +1,197 @@
+"""Parameters of the fused decoder: taken from a checkpoint, merged and packed as its forward wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.models.config import DecoderConfig, ExpertsConfig
+from engine.models.feed_forward import Experts, FeedForward
+from kernels.linear import Linear
+from kernels.ops import gelu_mul
+
+
+class Tensors(Protocol):
+    """Where parameters come from, under their Hugging Face names."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor in the model's dtype and device; an error if it is missing or of another shape."""
+        ...
+
+    def has(self, name: str) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Parameters of one layer: two branches, each with a norm before, after or both."""
+
+    attention_norm: Tensor | None
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Linear
+    attention_post_norm: Tensor | None
+    mlp_norm: Tensor | None
+    mlp: FeedForward | Experts
+    mlp_post_norm: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    embedding: Tensor
+    """`[vocab, hidden]`."""
+    layers: tuple[Layer, ...]
+    norm: Tensor
+    head: Linear
+
+    def linears(self) -> Iterator[Linear]:
+        """One of each kind and shape."""
+        yield from (self.head, self.layers[0].qkv, self.layers[0].out)
+        for mlp in {type(layer.mlp): layer.mlp for layer in self.layers}.values():
+            yield from mlp.linears()
+
+
+def build_parameters(config: DecoderConfig, tensors: Tensors, *, int8: bool = False) -> Parameters:
+    """Take every parameter of the model from `tensors`, merging what the forward merges; linears in int8 if asked."""
+    embedding, head = _embeddings(config, tensors)
+    build = _Builder(config, tensors, int8)
+    return Parameters(
+        embedding=embedding,
+        layers=tuple(build.layer(i) for i in range(config.num_layers)),
+        norm=build.norm("model.norm", config.hidden_size),
+        head=Linear(head, int8=int8),
+    )
+
+
+def _embeddings(config: DecoderConfig, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Input and output embeddings. Tied ones may both be there; if they differ each is used, as transformers does."""
+    shape = (config.vocab_size, config.hidden_size)
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    if not config.tied:
+        return tensors.take(names[0], shape), tensors.take(names[1], shape)
+    found = [tensors.take(name, shape) for name in names if tensors.has(name)]
+    if not found:
+        return tensors.take(names[0], shape), tensors.take(names[1], shape)
+    if len(found) == 2 and torch.equal(found[0], found[1]):
+        found.pop()
+    return found[0], found[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    config: DecoderConfig
+    tensors: Tensors
+    int8: bool
+
+    def layer(self, index: int) -> Layer:
+        config, prefix = self.config, f"model.layers.{index}"
+        attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = (
+            None if name is None else self.norm(f"{prefix}.{name}", config.hidden_size) for name in config.norms
+        )
+        q_norm, k_norm = self._qk_norms(f"{prefix}.self_attn")
+        return Layer(
+            attention_norm=attention_norm,
+            qkv=self._qkv(f"{prefix}.self_attn"),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            out=self._linear(
+                f"{prefix}.self_attn",
+                [("o_proj", config.hidden_size)],
+                config.num_heads * config.head_dim,
+                bias=config.out_bias,
+            ),
+            attention_post_norm=attention_post_norm,
+            mlp_norm=mlp_norm,
+            mlp=self._mlp(f"{prefix}.mlp", index),
+            mlp_post_norm=mlp_post_norm,
+        )
+
+    def norm(self, name: str, size: int) -> Tensor:
+        """The weight of a norm, as what it multiplies with; in fp32 where that happens before the rounding."""
+        weight = self.tensors.take(f"{name}.weight", (size,))
+        return weight.float() + self.config.norm_offset if self.config.wide_norms else weight
+
+    def _qk_norms(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
+        config = self.config
+        if config.qk_norm is None:
+            return None, None
+        whole = config.qk_norm == "projection"
+        q, k = (config.num_heads, config.num_kv_heads) if whole else (1, 1)
+        return self.norm(f"{prefix}.q_norm", q * config.head_dim), self.norm(f"{prefix}.k_norm", k * config.head_dim)
+
+    def _weights(
+        self, prefix: str, parts: Sequence[tuple[str, int]], inputs: int, bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of projections (names and output sizes) that read the same input, one below the other."""
+        take = self.tensors.take
+        weight = torch.cat([take(f"{prefix}.{name}.weight", (size, inputs)) for name, size in parts])
+        return weight, torch.cat([take(f"{prefix}.{name}.bias", (size,)) for name, size in parts]) if bias else None
+
+    def _linear(self, prefix: str, parts: Sequence[tuple[str, int]], inputs: int, *, bias: bool) -> Linear:
+        return Linear(*self._weights(prefix, parts, inputs, bias), int8=self.int8)
+
+    def _qkv(self, prefix: str) -> Linear:
+        config = self.config
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        parts = [("qkv_proj", q + 2 * kv)] if config.merged else [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
+        weight, bias = self._weights(prefix, parts, config.hidden_size, config.qkv_bias)
+        if config.rotary_dim < config.head_dim:
+            order = _rotary_order(config)
+            weight, bias = weight[order], None if bias is None else bias[order]
+        return Linear(weight, bias, int8=self.int8)
+
+    def _mlp(self, prefix: str, index: int) -> FeedForward | Experts:
+        config = self.config
+        if config.experts is not None and index in config.experts.layers:
+            return self._experts(prefix, config.experts)
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        parts = [("gate_up_proj", 2 * inner)] if config.merged else [("gate_proj", inner), ("up_proj", inner)]
+        gate_up = self._weights(prefix, parts, hidden, bias)
+        return self._feed_forward(gate_up, self._weights(prefix, [("down_proj", hidden)], inner, bias))
+
+    def _feed_forward(self, gate_up: tuple[Tensor, Tensor | None], down: tuple[Tensor, Tensor | None]) -> FeedForward:
+        silu = self.config.activation == "silu"
+        return FeedForward(
+            gate_up=Linear(*gate_up, gated=silu, int8=self.int8),
+            down=Linear(*down, int8=self.int8),
+            act_mul=None if silu else gelu_mul,
+        )
+
+    def _experts(self, prefix: str, mixture: ExpertsConfig) -> Experts:
+        # The router is small, and what it picks is all or nothing: it keeps its type.
+        router = Linear(self.tensors.take(f"{prefix}.gate.weight", (mixture.count, self.config.hidden_size)))
+        experts = tuple(
+            self._feed_forward((gate_up, None), (down, None))
+            for gate_up, down in self._expert_weights(f"{prefix}.experts", mixture)
+        )
+        return Experts(router, experts, mixture.per_row, mixture.normalise)
+
+    def _expert_weights(self, prefix: str, mixture: ExpertsConfig) -> Iterator[tuple[Tensor, Tensor]]:
+        """Gate and up, and down, of each expert: a checkpoint holds them one by one, or all of them stacked."""
+        count, hidden, inner = mixture.count, self.config.hidden_size, mixture.intermediate_size
+        take = self.tensors.take
+        if self.tensors.has(f"{prefix}.gate_up_proj"):
+            gate_ups = take(f"{prefix}.gate_up_proj", (count, 2 * inner, hidden))
+            yield from zip(gate_ups, take(f"{prefix}.down_proj", (count, hidden, inner)), strict=True)
+            return
+        for i in range(count):
+            gate_up, _ = self._weights(f"{prefix}.{i}", [("gate_proj", inner), ("up_proj", inner)], hidden, False)
+            yield gate_up, take(f"{prefix}.{i}.down_proj.weight", (hidden, inner))
+
+
+def _rotary_order(config: DecoderConfig) -> Tensor:
+    """Rows of q, k and v so that the pairs of a partial rotation lie as those of a whole one do: (i, i + head_dim / 2).
+
+    The rotated pairs come first in both halves, the others stand still. Queries and keys change alike, so that their
+    products stay the same.
+    """
+    size, half = config.head_dim, config.rotary_dim // 2
+    middle = (size + config.rotary_dim) // 2  # of what is not rotated
+    inner = torch.tensor([*range(half), *range(2 * half, middle), *range(half, 2 * half), *range(middle, size)])
+    heads = torch.arange(config.num_heads + config.num_kv_heads)[:, None] * size
+    v = torch.arange(heads.numel() * size, (heads.numel() + config.num_kv_heads) * size)
+    return torch.cat([(heads + inner).flatten(), v])

@@ -1,0 +1,75 @@
+"""What is known of every line of the input, in bounded memory: a temporary SQLite database that grows on disk."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from typing import NamedTuple
+
+_TABLE = """
+    PRAGMA journal_mode = OFF;
+    PRAGMA synchronous = OFF;
+    PRAGMA cache_size = -16384;
+    CREATE TABLE lines (
+        number INTEGER PRIMARY KEY, offset INTEGER, length INTEGER, prefix INTEGER, custom_id TEXT, done INTEGER
+    );
+"""
+_REPEATED = """
+    SELECT again.number, first.number FROM lines AS again
+    JOIN (SELECT custom_id, MIN(number) AS number FROM lines GROUP BY custom_id HAVING COUNT(*) > 1) AS first
+    USING (custom_id) WHERE again.number > first.number ORDER BY again.number
+"""
+_PLAN = """
+    SELECT number, offset, length, custom_id FROM (
+        SELECT *, CASE prefix WHEN 0 THEN number ELSE MIN(number) OVER (PARTITION BY prefix) END AS leader FROM lines
+    ) WHERE done = 0 ORDER BY leader, number
+"""
+
+
+class Line(NamedTuple):
+    """A request's place in the input."""
+
+    number: int
+    offset: int
+    length: int
+    custom_id: str
+
+
+class Index:
+    """The lines of one input. `close` it; its file has no name and goes with the process."""
+
+    def __init__(self) -> None:
+        self._db = sqlite3.connect("", isolation_level=None)
+        self._db.executescript(_TABLE)
+        self.total = 0
+
+    def add(self, rows: Iterable[tuple[int, int, int, int, str]]) -> None:
+        """Rows of (number, offset, length, prefix, custom id). Lines with one prefix, not 0, are planned together."""
+        self._db.execute("BEGIN")
+        self.total += self._db.executemany("INSERT INTO lines VALUES (?, ?, ?, ?, ?, 0)", rows).rowcount
+        self._db.execute("COMMIT")
+
+    def seal(self) -> None:
+        """All lines are there: `repeated`, `take` and `plan` may be called."""
+        self._db.execute("CREATE INDEX by_custom_id ON lines (custom_id)")
+        self._db.execute("BEGIN")  # for ever: nobody else reads it, and a transaction for each `take` costs
+
+    def repeated(self) -> Iterator[tuple[int, int]]:
+        """(line, earlier line with the same custom id), in order."""
+        with closing(self._db.execute(_REPEATED)) as rows:
+            yield from rows
+
+    def take(self, custom_id: str) -> bool:
+        """Note that a request has its line in an output; False where there is no such request or it had one before."""
+        update = "UPDATE lines SET done = 1 WHERE custom_id = ? AND done = 0"
+        return self._db.execute(update, (custom_id,)).rowcount == 1
+
+    def plan(self) -> Iterator[Line]:
+        """Lines without a line in an output. Whatever is done, what is left keeps its order: a prefix's lines stand
+        where the first of them stands in the file."""
+        with closing(self._db.execute(_PLAN)) as rows:
+            yield from map(Line._make, rows)
+
+    def close(self) -> None:
+        self._db.close()

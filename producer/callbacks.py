@@ -1,0 +1,200 @@
+"""The stream `callbacks`, delivered: each finished job that asked for it is told to its URL.
+
+    Courier(url, keys, settings).run(50) -> {"delivered": …, "put_off": …, "dead": …}
+
+A consumer group hands the entries out; an entry is acked and deleted when its receiver has answered 2xx, when it is
+put off to a later try (a sorted set) or when it is given up (the stream `callbacks-dead`), each in one transaction.
+What a clerk held when it died is taken over after a lease. So a webhook comes at least once: twice where the clerk
+dies, or Redis goes, between the receiver's 2xx and the ack. `webhook-id` is the same then.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from os import getpid
+from typing import Any, Final, Self
+from urllib.parse import urlsplit
+
+import redis
+import structlog
+from redis.client import Pipeline
+from redis.exceptions import ResponseError
+
+from producer.protocol.connection import blocking_client, command_client
+from producer.protocol.errors import clean
+from producer.protocol.keys import DEAD_MAXLEN, Keys
+from producer.protocol.lua import Runner
+from producer.webhook import Refused, Undelivered, WebhookSettings, post
+
+CLERKS: Final = "clerks"
+"""The consumer group of `callbacks`."""
+THREADS: Final = 16
+BLOCK_MS: Final = 500
+LONGEST_BACKOFF_S: Final = 3600.0
+QUIET_S: Final = 30.0
+"""A host that did not answer is left alone so long, lest it hold up the others."""
+
+Post = Callable[[WebhookSettings, str, str, bytes], None]
+log = structlog.get_logger(__name__)
+
+
+class Outcome(enum.StrEnum):
+    """What became of a callback."""
+
+    DELIVERED = "delivered"
+    PUT_OFF = "put_off"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class Callback:
+    """An entry of the stream."""
+
+    entry: str
+    id: str
+    url: str
+    attempts: int
+    """Tries so far."""
+
+    @classmethod
+    def of(cls, entry: bytes, fields: dict[bytes, bytes]) -> Self:
+        texts = {name: fields.get(name, b"").decode("utf-8", "replace") for name in (b"id", b"url", b"attempts")}
+        attempts = texts[b"attempts"]
+        return cls(entry.decode(), texts[b"id"], texts[b"url"], int(attempts) if attempts.isdecimal() else 0)
+
+    @property
+    def host(self) -> str:
+        try:
+            return urlsplit(self.url).hostname or ""
+        except ValueError:
+            return ""
+
+
+def ensure_clerks(client: redis.Redis, keys: Keys) -> None:
+    """Create the group at 0, so that nothing written before is missed."""
+    try:
+        client.xgroup_create(keys.callbacks, CLERKS, id="0", mkstream=True)
+    except ResponseError as error:
+        if "BUSYGROUP" not in str(error):
+            raise
+
+
+class Courier:
+    """Delivers for one queue; several may do so at once. Close it."""
+
+    def __init__(
+        self, url: str, keys: Keys, settings: WebhookSettings, send: Post = post, block_ms: int = BLOCK_MS
+    ) -> None:
+        self._client = command_client(url)
+        self._blocking = blocking_client(url, block_ms)
+        self._runner = Runner(self._client)
+        self._keys, self._settings, self._send, self._block_ms = keys, settings, send, block_ms
+        self._name = f"{socket.gethostname()}:{getpid()}:{secrets.token_hex(4)}"
+        self._quiet: dict[str, float] = {}
+        """Hosts that did not answer, and until when they are left alone."""
+
+    def close(self) -> None:
+        self._client.close()
+        self._blocking.close()
+
+    def run(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> dict[str, int]:
+        """Deliver for so long, or until `stop`; returns how many came to which `Outcome`.
+
+        Raises:
+            redis.RedisError: Redis went; what was held comes again after a lease.
+            ValueError: something waits, and the settings lack what its delivery needs.
+        """
+        ensure_clerks(self._client, self._keys)
+        end, flying = time.monotonic() + seconds, set[Future[Outcome]]()
+        tally: Counter[str] = Counter()
+        with ThreadPoolExecutor(THREADS) as pool:
+            while time.monotonic() < end and not stop():
+                taken = self._take(THREADS - len(flying), idle=not flying)
+                flying |= {pool.submit(self._deliver, callback) for callback in taken}
+                done, flying = wait(flying, 0 if taken else self._block_ms / 1000, FIRST_COMPLETED)
+                tally.update(one.result() for one in done)
+        tally.update(one.result() for one in flying)
+        self._runner.run("remove_consumer", [self._keys.callbacks], [CLERKS, self._name])
+        return {outcome.value: tally[outcome] for outcome in Outcome}
+
+    def _take(self, count: int, idle: bool) -> list[Callback]:
+        """At most `count` callbacks: what is due again, what a dead clerk held, what is new. Waits only where `idle`.
+
+        Never more than can be begun now: the lease runs from here on.
+        """
+        if count == 0:
+            return []
+        stream = self._keys.callbacks
+        self._runner.run("callbacks_due", [self._keys.callbacks_delayed, stream], [count])
+        lease_ms = round(self._settings.lease_s * 1000)
+        claimed: Any = self._client.xautoclaim(stream, CLERKS, self._name, lease_ms, count=count)
+        entries: list[Any] = [one for one in claimed[1] if one[1] is not None]
+        if len(entries) < count:
+            reader, block = (self._blocking, self._block_ms) if idle and not entries else (self._client, None)
+            streams: dict[Any, Any] = {stream: ">"}
+            read: Any = reader.xreadgroup(CLERKS, self._name, streams, count=count - len(entries), block=block)
+            entries += read[0][1] if read else []
+        if entries:
+            self._settings.check_complete()
+        return [Callback.of(entry, fields) for entry, fields in entries]
+
+    def _deliver(self, callback: Callback) -> Outcome:
+        if time.monotonic() < self._quiet.get(callback.host, 0.0):
+            return self._put_off(callback, callback.attempts, self._silence_s)
+        body: Any = self._client.get(self._keys.result(callback.id))
+        try:
+            if body is None:
+                raise Refused("the result has expired")
+            self._send(self._settings, callback.url, callback.id, body)
+        except Refused as refusal:
+            return self._bury(callback, callback.attempts, str(refusal))
+        except Undelivered as failure:
+            return self._failed(callback, failure)
+        self._settle(callback)
+        log.info("callback_delivered", id=callback.id, host=callback.host, attempts=callback.attempts + 1)
+        return Outcome.DELIVERED
+
+    @property
+    def _silence_s(self) -> float:
+        return min(QUIET_S, self._settings.backoff_s)
+
+    def _failed(self, callback: Callback, failure: Undelivered) -> Outcome:
+        attempts, first = callback.attempts + 1, self._settings.backoff_s
+        if failure.silent:
+            self._quiet[callback.host] = time.monotonic() + self._silence_s
+        if attempts >= self._settings.max_attempts:
+            return self._bury(callback, attempts, str(failure))
+        pause = min(LONGEST_BACKOFF_S, first * 3 ** (attempts - 1)) * random.uniform(1.0, 1.2)
+        log.warning("callback_failed", id=callback.id, attempts=attempts, again_in_s=round(pause), why=str(failure))
+        return self._put_off(callback, attempts, pause)
+
+    def _put_off(self, callback: Callback, attempts: int, seconds: float) -> Outcome:
+        now, micros = self._client.time()
+        due = now * 1000 + micros // 1000 + round(seconds * 1000)
+        again = f"{attempts} {callback.id} {callback.url}"
+        self._settle(callback, lambda pipe: pipe.zadd(self._keys.callbacks_delayed, {again: due}))
+        return Outcome.PUT_OFF
+
+    def _bury(self, callback: Callback, attempts: int, reason: str) -> Outcome:
+        why = clean(reason)
+        fields: dict[Any, Any] = {"id": callback.id, "url": callback.url, "attempts": attempts, "reason": why}
+        self._settle(callback, lambda pipe: pipe.xadd(self._keys.callbacks_dead, fields, maxlen=DEAD_MAXLEN))
+        log.error("callback_dead", id=callback.id, host=callback.host, attempts=attempts, why=why)
+        return Outcome.DEAD
+
+    def _settle(self, callback: Callback, instead: Callable[[Pipeline], object] | None = None) -> None:
+        """Ack and delete the entry, in one transaction with what takes its place."""
+        with self._client.pipeline(transaction=True) as pipe:
+            if instead is not None:
+                instead(pipe)
+            pipe.xack(self._keys.callbacks, CLERKS, callback.entry)
+            pipe.xdel(self._keys.callbacks, callback.entry)
+            pipe.execute()

@@ -1,0 +1,72 @@
+"""What the commands have in common: exit statuses, options, and a client whose errors become exit statuses."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, NoReturn
+
+import typer
+from redis.exceptions import RedisError
+
+from producer.client import Client
+from producer.protocol.calls import EnqueueRefused, JobExists
+from producer.protocol.connection import redact
+from producer.protocol.errors import JobError
+
+
+class Exit(enum.IntEnum):
+    """Exit statuses of the producer's commands."""
+
+    SUCCEEDED = 0
+    FAILED = 1
+    """The job failed."""
+    USAGE = 2
+    """Wrong arguments, or a request that a worker would refuse."""
+    CANCELLED = 3
+    EXPIRED = 4
+    """The job's time ran out, or `--timeout` did."""
+    UNAVAILABLE = 5
+    """Redis cannot be reached, or the queue is full."""
+    INTERRUPTED = 130
+    """Ctrl-C, or nobody reads the text any more; `submit` cancels its job first."""
+
+
+EPILOG = (
+    "Exit status: 0 succeeded, 1 failed, 2 wrong usage, 3 cancelled, 4 expired or timed out, "
+    "5 Redis away or queue full, 130 Ctrl-C."
+)
+
+Url = Annotated[str, typer.Option("--redis", envvar="TOKENMILL_REDIS", help="Redis URL.")]
+Queue = Annotated[str, typer.Option("--queue", envvar="TOKENMILL_QUEUE", help="Queue name.")]
+Prefix = Annotated[str, typer.Option("--prefix", envvar="TOKENMILL_PREFIX", help="What every key starts with.")]
+
+
+def end(status: Exit, note: str | None = None) -> NoReturn:
+    if note is not None:
+        print(note, file=sys.stderr)
+    raise typer.Exit(int(status))
+
+
+@contextmanager
+def connected(url: str, queue: str, prefix: str) -> Iterator[Client]:
+    """A client for the length of a command, whose errors become exit statuses."""
+    try:
+        with Client(url, queue, prefix=prefix) as client:
+            yield client
+    except TimeoutError as late:
+        end(Exit.EXPIRED, str(late))
+    except RedisError as error:
+        end(Exit.UNAVAILABLE, f"Redis at {redact(url)}: {error}")
+    except JobExists as error:
+        end(Exit.USAGE, str(error))
+    except EnqueueRefused as error:
+        end(Exit.UNAVAILABLE, str(error))
+    except JobError as error:
+        end(Exit.USAGE, error.message)
+    except ValueError as error:
+        end(Exit.USAGE, str(error))
+    except KeyboardInterrupt:
+        end(Exit.INTERRUPTED)

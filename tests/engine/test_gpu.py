@@ -1,0 +1,172 @@
+"""The whole engine on a pretended GPU: nothing mixes host and device, and the ids are those of the CPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import policy
+from engine.build import CacheOptions, build_engine
+from engine.config import EngineConfig, ModelOptions
+from engine.engine import Engine
+from engine.models.loading import LoadedModel
+from engine.request import Request
+from kernels import ops
+from tests.engine.stub import expect_short_outputs
+from tests.engine.test_model import ask, finish, prompts
+from tests.kernels.flash_stand_in import FlashStandIn
+from tests.models.tiny import FUSED, STOCK, Case, build_case
+from tests.pretend_gpu import Gpu, GpuTensor, pretend_gpu
+
+NAMES = ("llama", "qwen3-windows", "gemma2", "llama-forced")
+CASES = {case.name: case for case in FUSED + STOCK if case.name in NAMES}
+
+
+class Quiet(FlashStandIn):
+    """The real library looks at no value on the host."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__("cuda")
+        self.gpu = gpu
+
+    def flash_attn_varlen_func(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        waits = self.gpu.waits
+        out = super().flash_attn_varlen_func(*args, **kwargs)
+        self.gpu.waits = waits
+        return out
+
+    def flash_attn_with_kvcache(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        waits = self.gpu.waits
+        out = super().flash_attn_with_kvcache(*args, **kwargs)
+        self.gpu.waits = waits
+        return out
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Any:
+    return lambda case: str(build_case(tmp_path / case.name, case))
+
+
+def build(
+    path: str, device: str, dtype: str = "float32", blocks: int | None = 64, swap: int = 0, **config: Any
+) -> tuple[Engine, LoadedModel]:
+    return build_engine(
+        ModelOptions(path, device=device, dtype=dtype, backend=config.pop("backend", "auto")),
+        EngineConfig(**{"block_size": 0, "max_num_batched_tokens": 64, **config}),
+        CacheOptions(num_blocks=blocks, swap_bytes=swap),
+    )
+
+
+def crowd() -> list[Request]:
+    """Everything that the sampler does, and something of each path."""
+    params: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.8, "seed": 7},
+        {"temperature": 1.3, "seed": 8, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 0.9, "seed": 9, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.1},
+        {"logit_bias": ((11, 4.0), (12, -3.0)), "min_tokens": 4},
+        {"temperature": 0.7, "seed": 10, "n": 3},
+        {"logprobs": 3, "prompt_logprobs": 2},
+    ]
+    return [ask(f"r{i}", p, **params[i]) for i, p in enumerate(prompts(300, [70, 5, 33, 12, 40, 21, 9], seed=2))]
+
+
+def results(engine: Engine, requests: list[Request]) -> dict[str, list[tuple[int, ...]]]:
+    return {name: [choice.token_ids for choice in done.choices] for name, done in finish(engine, *requests).items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_kind_of_sampling_gives_the_ids_of_the_cpu(paths: Any, name: str) -> None:
+    path, backend = paths(CASES[name]), CASES[name].backend if name.endswith("forced") else "auto"
+    want = results(build(path, "cpu", backend=backend)[0], crowd())
+    with pretend_gpu():
+        engine, loaded = build(path, "cuda", backend=backend)
+        assert isinstance(engine.runner.pool, GpuTensor)  # type: ignore[attr-defined]
+        assert not loaded.batch_invariant
+        assert results(engine, crowd()) == want
+    assert all(len(ids) == 8 for choices in want.values() for ids in choices)
+
+
+@pytest.mark.parametrize("swap", [0, 1 << 22])
+def test_preempted_requests_give_the_ids_of_the_cpu(paths: Any, swap: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(policy._RATES, "cuda", (1e12, 1e9))  # so that swapping pays for a model as small as this
+    path = paths(CASES["llama"])
+    asked = [ask(f"r{i}", p, 30) for i, p in enumerate(prompts(300, [9, 14, 6, 11], seed=5))]
+    want = results(build(path, "cpu")[0], asked)
+    with pretend_gpu():
+        engine, _ = build(path, "cuda", blocks=6, swap=swap)
+        expect_short_outputs(engine)
+        assert results(engine, asked) == want
+        stats = engine.stats()
+    assert (stats.preemptions_swap if swap else stats.preemptions_recompute) > 0
+
+
+def test_flash_is_preferred_and_a_greedy_step_waits_for_its_ids_alone(
+    paths: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = paths(Case("long", "llama", {"max_position_embeddings": 1024}))
+    with pretend_gpu() as gpu:
+        monkeypatch.setitem(sys.modules, "flash_attn", library := Quiet(gpu))
+        engine, _ = build(path, "cuda", "auto", blocks=None, max_num_batched_tokens=512)
+        assert (engine.runner.model.backend.name, engine.config.block_size) == ("flash", 256)  # type: ignore[attr-defined]
+        assert engine.runner.pool.dtype == torch.uint8  # type: ignore[attr-defined]
+        for i, prompt in enumerate(prompts(300, [300, 20, 260], seed=1)):
+            engine.add(ask(f"r{i}", prompt, 6))
+        waits = []
+        while engine.has_work:
+            before = gpu.waits
+            engine.step()
+            waits.append(gpu.waits - before)
+    assert {"varlen", "kvcache"} == set(library.calls)
+    assert max(waits) <= 2  # the ids, and whether their logits were finite
+
+
+def test_the_pool_takes_its_share_of_what_is_free(paths: Any) -> None:
+    with pretend_gpu():
+        engine, _ = build(paths(CASES["llama"]), "cuda", blocks=None)
+        free, _ = torch.cuda.mem_get_info()
+        pool = engine.runner.pool  # type: ignore[attr-defined]
+    assert 0.7 * free < pool.numel() <= 0.8 * free
+
+
+def test_compiled_kernels_keep_their_hands_off_the_device() -> None:
+    x, weight = torch.randn(4, 32), torch.rand(32)
+    with pretend_gpu():
+        there = x.to("cuda"), weight.to("cuda")
+        got = ops.rms_norm(*there, 1e-6), ops.silu_mul(there[0]), *ops.argmax(there[0])
+        assert all(isinstance(y, GpuTensor) for y in got)
+        assert torch.allclose(got[0].held, ops.rms_norm(x, weight, 1e-6))  # type: ignore[attr-defined]
+
+
+# ── the pretended GPU itself ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_it_refuses_to_mix_host_and_device() -> None:
+    with pretend_gpu():
+        here, there = torch.ones(3), torch.ones(3).to("cuda")
+        with pytest.raises(RuntimeError, match="same device"):
+            here + there
+        with pytest.raises(RuntimeError, match="same device"):
+            torch.nn.functional.embedding(torch.tensor([1]), torch.ones(3, 2, device="cuda"))
+        with pytest.raises(RuntimeError):
+            there.data_ptr()
+        with pytest.raises(TypeError):
+            there.numpy()
+        assert (there + torch.tensor(1.0)).tolist() == [2, 2, 2]  # a single number may be of the host
+
+
+def test_it_counts_what_the_host_waits_for() -> None:
+    with pretend_gpu() as gpu:
+        x = torch.ones(3).pin_memory().to("cuda", non_blocking=True)
+        x[torch.zeros(1, dtype=torch.int64, device="cuda")] = 2.0
+        assert gpu.waits == 0
+        assert x[0].item() == 2.0
+        assert bool(x.any())
+        assert x.tolist() == [2, 1, 1]
+        assert x.cpu().tolist() == [2, 1, 1]
+        torch.ones(3).to("cuda")
+        assert gpu.waits == 5

@@ -1,0 +1,250 @@
+"""Our jobs in real `rq worker` processes: answered once, resumed after a kill, cancelled when they are stopped."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+import rq
+from rq.command import send_stop_job_command
+from rq.job import Job
+from rq.serializers import JSONSerializer
+
+from producer.client import Client
+from producer.protocol.connection import command_client
+from producer.protocol.keys import Keys
+from tests.producer.mini import MiniWorker, Queue
+from tests.producer.rqprocess import Rq, rq_on
+from tests.support import RedisServer, eventually
+
+pytestmark = pytest.mark.redis_server
+
+
+@pytest.fixture
+def queue(redis_server: RedisServer) -> Iterator[Queue]:
+    client = command_client(redis_server.url)
+    yield Queue(redis_server.url, client, Keys(f"q{secrets.token_hex(6)}"))
+    client.close()
+
+
+@pytest.fixture
+def rqueue(queue: Queue, tmp_path: Path) -> Iterator[Rq]:
+    with rq_on(queue, tmp_path) as found:
+        yield found
+
+
+def submitted(queue: Queue, request: str) -> bool:
+    return bool(queue.redis.exists(queue.keys.job(request)))
+
+
+def held(queue: Queue, request: str) -> bool:
+    return queue.redis.hget(queue.keys.job(request), "state") == b"running"
+
+
+def batch_file(folder: Path, prompts: list[str]) -> Path:
+    path = folder / "in.jsonl"
+    lines = [
+        {"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt}}
+        for n, prompt in enumerate(prompts)
+    ]
+    path.write_bytes(b"".join(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE) for line in lines))
+    return path
+
+
+def custom_ids(path: Path) -> list[int]:
+    return sorted(int(orjson.loads(line)["custom_id"]) for line in path.read_bytes().splitlines())
+
+
+def test_a_job_returns_its_result_as_plain_json_and_shows_itself(queue: Queue, rqueue: Rq, worker: MiniWorker) -> None:
+    job = rqueue.enqueue("generate", prompt="one two", max_tokens=9, tenant="t")
+    rqueue.worker("--burst")
+    result = rqueue.ends(job, "finished").return_value()
+    assert result is not None
+    assert result["choices"][0]["text"] == "one two "
+    assert result == orjson.loads(queue.redis.get(queue.keys.result(f"{job.id}.g1")) or b"")
+    assert job.meta["tokenmill"] == {
+        "queue": queue.keys.queue, "request": f"{job.id}.g1", "status": "succeeded", "tokens": 2,
+    }  # fmt: skip
+    assert job.func_name == "producer.jobs.generate"
+
+
+def test_what_a_worker_would_refuse_fails_the_job_and_says_why(rqueue: Rq, worker: MiniWorker) -> None:
+    job = rqueue.enqueue("generate", prompt="x", temperature=9)
+    rqueue.worker("--burst")
+    failed = rqueue.ends(job, "failed").latest_result()
+    assert failed is not None
+    assert "temperature" in str(failed.exc_string)
+
+
+def test_a_retry_after_a_failure_starts_the_next_generation(queue: Queue, rqueue: Rq, worker: MiniWorker) -> None:
+    job = rqueue.enqueue("generate", prompt="a FAIL", retry=rq.Retry(max=2))
+    rqueue.worker("--burst")
+    failed = rqueue.ends(job, "failed").latest_result()
+    assert failed is not None
+    assert f"request {job.id}.g3 failed (engine_error): told to" in str(failed.exc_string)
+    assert [submitted(queue, f"{job.id}.g{n}") for n in (1, 2, 3, 4)] == [True, True, True, False]
+
+
+def test_a_job_whose_horse_is_killed_waits_for_the_same_request(queue: Queue, rqueue: Rq, worker: MiniWorker) -> None:
+    job = rqueue.enqueue("generate", prompt="HOLD on", retry=rq.Retry(max=1))
+    process = rqueue.worker()
+    eventually(lambda: held(queue, f"{job.id}.g1"))
+    process.kill_horse()
+    eventually(lambda: "terminated unexpectedly" in process.log)
+    eventually(lambda: rqueue.status(job) == "started")
+    worker.release()
+    result = rqueue.ends(job, "finished").return_value()
+    assert result is not None
+    assert (result["id"], result["attempt"], result["status"]) == (f"{job.id}.g1", None, "succeeded")
+    assert not submitted(queue, f"{job.id}.g2")
+    assert not queue.redis.exists(queue.keys.cancel(f"{job.id}.g1"))
+
+
+def test_a_job_whose_worker_is_killed_is_resumed_by_the_next(queue: Queue, rqueue: Rq, worker: MiniWorker) -> None:
+    job = rqueue.enqueue("generate", prompt="HOLD on", retry=rq.Retry(max=1))
+    process = rqueue.worker()
+    eventually(lambda: held(queue, f"{job.id}.g1"))
+    process.kill()
+    # RQ calls a job abandoned when its worker's heartbeats have stopped for a minute and a half.
+    rqueue.jobs.started_job_registry.cleanup(timestamp=2**40)
+    assert rqueue.status(job) == "queued"
+    rqueue.worker("--burst")
+    eventually(lambda: rqueue.status(job) == "started")
+    worker.release()
+    result = rqueue.ends(job, "finished").return_value()
+    assert result is not None
+    assert result["id"] == f"{job.id}.g1"
+    assert not submitted(queue, f"{job.id}.g2")
+
+
+@pytest.mark.slow
+def test_a_finished_request_is_found_by_a_job_that_never_heard_of_it(
+    queue: Queue, rqueue: Rq, worker: MiniWorker
+) -> None:
+    job = rqueue.enqueue("generate", prompt="HOLD on", retry=rq.Retry(max=1))
+    process = rqueue.worker()
+    eventually(lambda: held(queue, f"{job.id}.g1"))
+    process.kill()
+    worker.release()
+    eventually(lambda: queue.redis.exists(queue.keys.result(f"{job.id}.g1")))
+    rqueue.jobs.started_job_registry.cleanup(timestamp=2**40)
+    rqueue.worker("--burst")
+    assert rqueue.ends(job, "finished").return_value() is not None
+    assert not submitted(queue, f"{job.id}.g2")
+
+
+def test_stopping_a_job_cancels_its_request_and_a_requeue_asks_anew(
+    queue: Queue, rqueue: Rq, worker: MiniWorker
+) -> None:
+    job = rqueue.enqueue("generate", prompt="some HOLD text")
+    rqueue.worker()
+    eventually(lambda: held(queue, f"{job.id}.g1"))
+    send_stop_job_command(rqueue.redis, job.id, serializer=JSONSerializer)
+    rqueue.ends(job, "stopped")
+    with Client(queue.url, queue.keys.queue) as client:
+        result = client.job(f"{job.id}.g1").result(timeout=10)
+    assert (result.status, result.cancel_reason, result.text) == ("cancelled", "stopped in RQ", "some ")
+    worker.release()
+    job.requeue()
+    again = rqueue.ends(job, "finished").return_value()
+    assert again is not None
+    assert again["id"] == f"{job.id}.g2"
+
+
+def test_cancelling_a_running_job_in_rq_cancels_its_request(queue: Queue, rqueue: Rq, worker: MiniWorker) -> None:
+    job = rqueue.enqueue("generate", prompt="HOLD")
+    rqueue.worker()
+    eventually(lambda: held(queue, f"{job.id}.g1"))
+    job.cancel()
+    with Client(queue.url, queue.keys.queue) as client:
+        assert client.job(f"{job.id}.g1").result(timeout=10).cancel_reason == "cancelled in RQ"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_job_that_runs_out_of_time_cancels_unless_it_will_come_back(
+    queue: Queue, rqueue: Rq, worker: MiniWorker, retries: int
+) -> None:
+    retry = rq.Retry(max=retries, interval=600) if retries else None
+    job = rqueue.jobs.enqueue("producer.jobs.generate", kwargs={"prompt": "HOLD"}, job_timeout=1, retry=retry)
+    rqueue.worker()
+    rqueue.ends(job, "scheduled" if retries else "failed")
+    if not retries:
+        eventually(lambda: queue.redis.exists(queue.keys.result(f"{job.id}.g1")))
+    assert held(queue, f"{job.id}.g1") == bool(retries)
+    assert not queue.redis.exists(queue.keys.cancel(f"{job.id}.g1"))
+
+
+def test_a_batch_file_is_finished_over_a_killed_horse(
+    queue: Queue, rqueue: Rq, worker: MiniWorker, tmp_path: Path
+) -> None:
+    source, output = batch_file(tmp_path, ["a", "b", "HOLD c", "d", "e", "f"]), tmp_path / "out.jsonl"
+    job = rqueue.enqueue("run_batch", input=str(source), output=str(output), window=3, retry=rq.Retry(max=1))
+    process = rqueue.worker()
+    eventually(lambda: output.exists() and len(custom_ids(output)) == 2)
+    process.kill_horse()
+    eventually(lambda: "terminated unexpectedly" in process.log)
+    worker.release()
+    assert rqueue.ends(job, "finished").return_value() == {"total": 6, "succeeded": 6, "failed": 0}
+    assert custom_ids(output) == list(range(6))
+    assert job.meta["tokenmill"]["succeeded"] == 6
+
+
+def test_stopping_a_batch_cancels_what_is_in_flight_and_a_requeue_finishes_it(
+    queue: Queue, rqueue: Rq, worker: MiniWorker, tmp_path: Path
+) -> None:
+    source, output = batch_file(tmp_path, ["a", "HOLD b", "c", "d"]), tmp_path / "out.jsonl"
+    job = rqueue.enqueue("run_batch", input=str(source), output=str(output), window=2)
+    rqueue.worker()
+    eventually(lambda: output.exists() and custom_ids(output) == [0] and queue.depth() == 2)
+    send_stop_job_command(rqueue.redis, job.id, serializer=JSONSerializer)
+    rqueue.ends(job, "stopped")
+    eventually(lambda: queue.depth() == 0)
+    assert custom_ids(output) == [0]
+    worker.release()
+    job.requeue()
+    rqueue.ends(job, "finished")
+    assert custom_ids(output) == [0, 1, 2, 3]
+
+
+def test_what_the_page_says_to_type_works(queue: Queue, worker: MiniWorker, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rq.md").read_text().replace("redis://localhost:6379/0", queue.url)
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (command,) = re.findall(r"```console\n(.*?)```", page, re.DOTALL)
+    source = batch_file(tmp_path, ["a", "b"])
+    with rq_on(queue, tmp_path, "tokenmill") as rqueue:
+        words = shlex.split(command.replace("in.jsonl", str(source)).replace("=out", f"={tmp_path}/out"))
+        enqueued = subprocess.run(
+            [sys.executable, "-m", "rq.cli", *words[1:]], capture_output=True, text=True, check=True
+        )
+        rqueue.worker()
+        said = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, check=False, timeout=60)
+        assert (said.returncode, said.stderr) == (0, "")
+        assert said.stdout.strip()
+        job_id = re.search(r"'([0-9a-f-]{36})'", enqueued.stdout + enqueued.stderr)
+        assert job_id, enqueued
+        job = Job.fetch(job_id[1], connection=rqueue.redis, serializer=JSONSerializer)
+        assert rqueue.ends(job, "finished").return_value() == {"total": 2, "succeeded": 2, "failed": 0}
+
+
+def test_a_pickled_job_is_not_unpickled(rqueue: Rq, tmp_path: Path) -> None:
+    sign = tmp_path / "unpickled"
+    pickled = rq.Queue(rqueue.jobs.name, connection=rqueue.redis).enqueue("pathlib.Path.touch", sign)
+    process = rqueue.worker("--burst")
+    process.popen.wait(20)
+    assert not sign.exists()
+    assert pickled.get_status(refresh=True) == "failed"
+
+
+def test_jobs_import_no_torch() -> None:
+    code = (
+        "import sys, producer.jobs, producer.clerk; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,169 @@
+"""What is handed back finds its next worker at once, and a tenant above its cap of running jobs waits, no more."""
+
+from __future__ import annotations
+
+import pytest
+import redis
+
+from producer.protocol.job import Identity
+from producer.protocol.result import Result, Status
+from producer.protocol.scripts import CancelReply, Delivery, Ref, Scripts, StartStatus
+from tests.support import eventually
+from tests.worker.fakes import FakeEngine
+from tests.worker.harness import Queue, inside
+
+BODY = {"prompt": "x", "max_tokens": 2}
+
+
+def scripts(queue: Queue, name: str, lease_ms: int = 30_000) -> Scripts:
+    queue.client.hset(queue.keys.meta, "lease_ms", lease_ms)
+    made = Scripts(queue.client, queue.keys, name)
+    made.ensure_groups()
+    return made
+
+
+def refs(found: list[Delivery] | None) -> list[Ref]:
+    return [Ref(one.lane, one.entry, one.fields[b"id"].decode()) for one in found or ()]
+
+
+def test_what_is_handed_back_goes_to_the_next_reader_before_what_is_new(queue: Queue) -> None:
+    ours, theirs = scripts(queue, "a"), scripts(queue, "b")
+    first = queue.add(BODY)
+    (ref,) = refs(ours.read(1))
+    ours.yield_(ref, idle_ms=30_000, due_in_ms=0)
+    second = queue.add(BODY, "high")
+    found = theirs.read(5) or []
+    assert [(ref.id, one.again) for ref, one in zip(refs(found), found, strict=True)] == [
+        (first, True),
+        (second, False),
+    ]
+    assert not queue.client.exists(queue.keys.returned)
+    assert ours.renew([ref]) == [ref]
+
+
+def test_before_it_is_due_nobody_gets_it(queue: Queue) -> None:
+    ours, theirs = scripts(queue, "a", 1000), scripts(queue, "b", 1000)
+    queue.add(BODY)
+    (ref,) = refs(ours.read(1))
+    ours.yield_(ref, idle_ms=700, due_in_ms=300)
+    assert theirs.read(5) == []
+    assert queue.client.zcard(queue.keys.returned) == 1
+    assert refs(eventually(lambda: theirs.read(5), 5)) == [ref]
+
+
+def test_what_found_a_holder_otherwise_is_not_taken_from_it(queue: Queue) -> None:
+    ours, theirs = scripts(queue, "a"), scripts(queue, "b")
+    queue.add(BODY)
+    (ref,) = refs(ours.read(1))
+    gone = queue.add(BODY)
+    (lost,) = refs(ours.read(1))
+    queue.client.xdel(queue.keys.lane("normal"), lost.entry)
+    for one in (ref.entry, lost.entry, "17-0"):
+        queue.client.zadd(queue.keys.returned, {f"normal {one}": 0})
+    queue.client.zadd(queue.keys.returned, {"nonsense": 0})
+    assert theirs.read(5) == []
+    assert ours.renew([ref]) == []
+    assert not queue.client.exists(queue.keys.returned, queue.keys.result(gone))
+
+
+class TestRunningCap:
+    def start(self, scripts: Scripts, ref: Ref, tenant: str | None = "t") -> StartStatus:
+        return scripts.start(ref, Identity(ref.id, tenant=tenant), prompt_tokens=1).status
+
+    def finish(self, scripts: Scripts, ref: Ref) -> None:
+        started = scripts.start(ref, Identity(ref.id, tenant="t"), prompt_tokens=1)  # it runs: a new fence
+        result = Result(id=ref.id, status=Status.SUCCEEDED, choices=())
+        scripts.finalise(ref, Identity(ref.id, tenant="t"), result, fence=started.fence, published=0)
+
+    def make(self, queue: Queue, jobs: int, cap: int) -> tuple[Scripts, list[Ref]]:
+        made = scripts(queue, "a", 200)
+        queue.client.hset(queue.keys.meta, "max_running_per_tenant", cap)
+        for _ in range(jobs):
+            queue.add(BODY, tenant="t")
+        return made, refs(made.read(jobs))
+
+    def test_above_it_a_job_is_handed_back_and_starts_once_another_has_ended(self, queue: Queue) -> None:
+        ours, (first, second) = self.make(queue, 2, cap=1)
+        assert self.start(ours, first) is StartStatus.OK
+        assert self.start(ours, second) is StartStatus.CAPPED
+        assert not queue.client.exists(queue.keys.out(second.id))
+        assert refs(eventually(lambda: ours.read(5), 5)) == [second]
+        assert self.start(ours, second) is StartStatus.CAPPED
+        self.finish(ours, first)
+        assert refs(eventually(lambda: ours.read(5), 5)) == [second]
+        started = ours.start(second, Identity(second.id, tenant="t"), prompt_tokens=1)
+        assert (started.status, started.attempt, started.tries) == (StartStatus.OK, 1, 1)
+
+    def test_others_and_the_tenantless_are_not_asked(self, queue: Queue) -> None:
+        ours, (first, second, third) = self.make(queue, 3, cap=1)
+        assert self.start(ours, first) is StartStatus.OK
+        assert self.start(ours, second, "u") is StartStatus.OK
+        assert self.start(ours, third, None) is StartStatus.OK
+
+    def test_what_is_handed_back_or_begun_anew_takes_one_place(self, queue: Queue) -> None:
+        ours, (first, second) = self.make(queue, 2, cap=1)
+        assert self.start(ours, first) is StartStatus.OK
+        assert self.start(ours, first) is StartStatus.OK  # as after a death
+        ours.yield_(first, idle_ms=0)
+        assert self.start(ours, second) is StartStatus.OK
+        assert self.start(ours, first) is StartStatus.CAPPED
+
+    def test_an_entry_that_somebody_deleted_keeps_no_place(self, queue: Queue) -> None:
+        ours, (first, second) = self.make(queue, 2, cap=1)
+        assert self.start(ours, first) is StartStatus.OK
+        queue.client.xdel(queue.keys.lane("normal"), first.entry)
+        assert self.start(ours, second) is StartStatus.OK
+
+    def test_who_waits_for_it_can_be_cancelled(self, queue: Queue) -> None:
+        ours, (first, second) = self.make(queue, 2, cap=1)
+        self.start(ours, first)
+        assert self.start(ours, second) is StartStatus.CAPPED
+        assert ours.cancel(second.id) is CancelReply.ASKED  # bare entries have no hash before their start
+        assert refs(eventually(lambda: ours.read(5), 5)) == [second]
+        assert self.start(ours, second) is StartStatus.CANCELLED
+
+    def test_a_flood_of_one_tenant_ends_all_and_lets_others_through(self, queue: Queue) -> None:
+        queue.client.hset(queue.keys.meta, "max_running_per_tenant", 2)
+        jobs = [queue.add({"prompt": f"{i}", "max_tokens": 4}, tenant="t") for i in range(12)]
+        others = [queue.add({"prompt": f"{i}", "max_tokens": 4}, tenant=f"u{i}") for i in range(12)]
+        running = queue.keys.running("t")
+        seen: list[int] = []
+
+        def over() -> bool:
+            seen.append(int(queue.client.scard(running)))
+            return queue.depth() == 0
+
+        # Fewer places than the flood has jobs: those that wait for its cap must not keep the others from being read.
+        with inside(queue, FakeEngine(step_seconds=0.005), lease_seconds="0.4", max_waiting="4") as worker:
+            eventually(over, 60)
+            worker.at_rest()
+        assert max(seen) <= 2
+        ends = [queue.check_ending(job) for job in jobs + others]
+        assert {(end["status"], end["attempt"]) for end in ends} == {("succeeded", 1)}
+        assert not queue.client.exists(running, queue.keys.returned)
+
+
+def test_past_its_own_lease_end_the_work_is_dropped_before_redis_says_so(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Renewals do not get through: blocks are free; later the job goes on, without a fault of its own."""
+    renew, silent = Scripts.renew, [True]
+
+    def deaf(self: Scripts, refs: list[Ref]) -> list[Ref]:
+        if silent and refs:
+            raise redis.TimeoutError("no reply")
+        return renew(self, refs)
+
+    monkeypatch.setattr(Scripts, "renew", deaf)
+    with inside(queue, FakeEngine(step_seconds=0.01), lease_seconds="0.5") as worker:
+        job = queue.add({"prompt": "x", "max_tokens": 200})
+        eventually(lambda: worker.engine.stats().running)
+        lost = worker.worker.telemetry.leases_lost
+        eventually(lambda: lost._value.get() >= 1)
+        eventually(
+            lambda: worker.engine.stats().running == 0 or queue.client.hget(queue.keys.job(job), "attempt") > b"1"
+        )
+        silent.clear()
+        assert queue.check_ending(job)["attempt"] >= 2
+        assert queue.client.hmget(queue.keys.job(job), "tries", "deaths") == [b"1", b"0"]
+        worker.at_rest()
