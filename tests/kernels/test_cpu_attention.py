@@ -187,7 +187,6 @@ def test_hundreds_of_sequences_with_one_prefix_equal_the_reference() -> None:
         (CacheSpec(1, 1, 72, 16, torch.float32, CPU), "head sizes"),
         (CacheSpec(1, 1, 512, 16, torch.float32, CPU), "head sizes"),
         (CacheSpec(1, 1, 64, 16, torch.float16, CPU), r"no torch\.float16"),
-        (CacheSpec(1, 1, 64, 16, torch.float32, torch.device("meta")), "does not run on meta"),
     ],
 )
 def test_what_it_cannot_run_goes_to_another_backend(
@@ -199,6 +198,15 @@ def test_what_it_cannot_run_goes_to_another_backend(
         assert get_backend("auto", spec).name == "reference"
     (record,) = caplog.records
     assert "reference backend" in record.message
+
+
+def test_another_device_is_no_reason_for_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    spec = CacheSpec(1, 1, 64, 16, torch.float32, torch.device("meta"))
+    with pytest.raises(ValueError, match="does not run on meta"):
+        get_backend("cpu", spec)
+    with caplog.at_level("WARNING", "kernels.attention"):
+        assert get_backend("auto", spec).name == "reference"
+    assert not caplog.records
 
 
 def test_auto_takes_it_where_it_can() -> None:
