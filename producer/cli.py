@@ -9,16 +9,18 @@ import functools
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any, NoReturn
 
 import orjson
 import typer
+from redis.exceptions import RedisError
 from typer.core import TyperCommand, TyperGroup
 
 from producer.batch.cli import app as batch
-from producer.client import Job
+from producer.client import Client, Job
 from producer.console import EPILOG, Exit, Prefix, Queue, Url, connected, end
 from producer.core import TextFollower, TextRestarted
 from producer.protocol.body import Body
@@ -27,6 +29,7 @@ from producer.protocol.events import FinalEvent
 from producer.protocol.keys import LANES
 from producer.protocol.replies import CancelReply
 from producer.protocol.result import Result, Status
+from producer.protocol.version import version
 
 _BY_STATUS = {
     Status.SUCCEEDED: Exit.SUCCEEDED,
@@ -60,7 +63,8 @@ def _load(name: str) -> Any:
         with _extras(name):  # the command itself imports late, too
             function(**given)
 
-    holder = typer.Typer(add_completion=False)
+    # Plain help: a table of 80 columns cuts the names of the worker's options off.
+    holder = typer.Typer(add_completion=False, rich_markup_mode=None)
     holder.command(name)(guarded)
     return typer.main.get_command(holder)
 
@@ -73,17 +77,15 @@ def _extras(name: str) -> Iterator[None]:
     except ModuleNotFoundError as missing:
         if missing.name and missing.name.partition(".")[0] in ("worker", "engine", "kernels", "producer"):
             raise
-        end(Exit.USAGE, f"`tokenmill {name}` needs {missing.name}: pip install 'tokenmill[{LAZY[name][2]}]'")
+        hint = f"in a clone of tokenmill, pip install '.[{LAZY[name][2]}]'"
+        end(Exit.USAGE, f"`tokenmill {name}` needs {missing.name}: {hint}")
 
 
 class _Group(TyperGroup):
-    def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), *LAZY]
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in LAZY:
-            return _LazyCommand(cmd_name, help=LAZY[cmd_name][1], callback=lambda: None)
-        return super().get_command(ctx, cmd_name)
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        for name, (_, told, _) in LAZY.items():
+            self.commands[name] = _LazyCommand(name, help=told, callback=lambda: None)
 
 
 app = typer.Typer(
@@ -96,8 +98,26 @@ app = typer.Typer(
 )
 app.add_typer(batch, name="batch")
 
+PATIENCE_S = 10.0
+"""After so long without a word from a job, `submit`, `tail` and `result` say what they wait for."""
+
 JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id.", show_default=False)]
 Timeout = Annotated[float | None, typer.Option("--timeout", min=0, help="Seconds to wait; the job itself goes on.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"tokenmill {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """What is before the command."""
 
 
 @app.command(epilog=EPILOG)
@@ -133,7 +153,7 @@ def submit(
             print(job.id)
             return
         try:
-            _follow(job, timeout)
+            _follow(client, job, timeout)
         except (KeyboardInterrupt, BrokenPipeError) as left:
             job.cancel()
             if isinstance(left, BrokenPipeError):  # `| head`: nobody reads what is still in the buffer
@@ -151,7 +171,7 @@ def tail(
 ) -> None:
     """Print a job's text from its beginning, as it comes, until the job ends."""
     with connected(redis, queue, prefix) as client:
-        _follow(client.job(job_id), timeout)
+        _follow(client, client.job(job_id), timeout)
 
 
 @app.command(epilog=EPILOG)
@@ -165,7 +185,8 @@ def result(
 ) -> None:
     """Wait for a job's result and print its text."""
     with connected(redis, queue, prefix) as client:
-        found = client.job(job_id).result(timeout)
+        with _patience(client, job_id):
+            found = client.job(job_id).result(timeout)
         if json:
             print(orjson.dumps(orjson.loads(found.to_json()), option=orjson.OPT_INDENT_2).decode())
         else:
@@ -207,7 +228,10 @@ def info(redis: Url = DEFAULT_URL, queue: Queue = "default", prefix: Prefix = "t
         print(f"{'delayed':8}{delayed}\n{'dead':8}{dead}")
         if paused == b"1":
             print("paused: workers read nothing")
-        for key in sorted(client.redis.scan_iter(match=keys.worker("*"), count=1000)):
+        workers = sorted(client.redis.scan_iter(match=keys.worker("*"), count=1000))
+        if not workers:
+            print("no worker serves this queue")
+        for key in workers:
             told: dict[Any, Any] = client.redis.hgetall(key)
             fields = " ".join(f"{name.decode()}={value.decode()}" for name, value in sorted(told.items()))
             print(f"worker {key.decode().removeprefix(keys.worker(''))} {fields}")
@@ -226,10 +250,44 @@ def _params(pairs: list[str]) -> dict[str, Any]:
     return found
 
 
-def _follow(job: Job, timeout: float | None) -> None:
+@contextmanager
+def _patience(client: Client, job_id: str) -> Iterator[Callable[[], None]]:
+    """Say on stderr, once and only after `PATIENCE_S`, why there may be nothing from a job; yields what calls it off.
+
+    The usual reasons, no worker and a wrong id or queue, look alike otherwise: nothing happens.
+    """
+
+    def tell() -> None:
+        queue = client.keys.queue
+        with suppress(RedisError):  # who waits hears of that
+            match client.states([job_id])[0]:
+                case None:
+                    note = f"queue {queue} has no such job, or no worker has read it yet"
+                case "queued":
+                    note = f"still queued; `tokenmill info` tells who serves queue {queue}"
+                case _:
+                    return
+            print(f"job {job_id}: {note}; waiting", file=sys.stderr)
+
+    timer = threading.Timer(PATIENCE_S, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield timer.cancel
+    finally:
+        timer.cancel()
+
+
+def _follow(client: Client, job: Job, timeout: float | None) -> None:
     """Print the first choice as it comes, the others at the end; leaves with the job's status."""
+    with _patience(client, job.id) as heard:
+        _print_stream(job, timeout, heard)
+
+
+def _print_stream(job: Job, timeout: float | None, heard: Callable[[], None]) -> None:
     follower = TextFollower()
     for event in job.stream(timeout=timeout):
+        heard()
         try:
             piece = follower.feed(event)
         except TextRestarted:

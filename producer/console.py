@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from typing import Annotated, NoReturn
 
 import typer
-from redis.exceptions import RedisError
+from redis.exceptions import AuthenticationError, RedisError
 
 from producer.client import Client
 from producer.protocol.calls import EnqueueRefused, JobExists
-from producer.protocol.connection import redact
+from producer.protocol.connection import command_client, redact
 from producer.protocol.errors import JobError
 
 
@@ -59,7 +59,7 @@ def connected(url: str, queue: str, prefix: str) -> Iterator[Client]:
     except TimeoutError as late:
         end(Exit.EXPIRED, str(late))
     except RedisError as error:
-        end(Exit.UNAVAILABLE, f"Redis at {redact(url)}: {error}")
+        end(Exit.UNAVAILABLE, f"Redis at {redact(url)}: {_told(error, url)}")
     except JobExists as error:
         end(Exit.USAGE, str(error))
     except EnqueueRefused as error:
@@ -70,3 +70,26 @@ def connected(url: str, queue: str, prefix: str) -> Iterator[Client]:
         end(Exit.USAGE, str(error))
     except KeyboardInterrupt:
         end(Exit.INTERRUPTED)
+
+
+def _told(error: RedisError, url: str) -> str:
+    """An error of Redis, and for those that a first try meets what to do."""
+    text = str(error)
+    # Without a login Redis drops who sends what is long, such as a script, rather than say "Authentication required".
+    cut_off = "unauthenticated" in text or "closed" in text
+    if "Authentication required" in text or (cut_off and _wants_login(url)):
+        return "it wants a login: --redis redis://USER:PASSWORD@HOST:PORT/0"
+    if "refused" in text:
+        return f"{text.rstrip('.')}; start one there, or name another with --redis"
+    return text
+
+
+def _wants_login(url: str) -> bool:
+    try:
+        with command_client(url, retries=0) as client:
+            client.ping()
+    except AuthenticationError:
+        return True
+    except RedisError:
+        return False  # it is the first error that is told
+    return False

@@ -11,6 +11,7 @@ import typer
 from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
+from producer.protocol.connection import DEFAULT_URL
 from worker.settings import Settings, option, variable
 
 
@@ -34,6 +35,10 @@ def settings_from_environment(environ: Mapping[str, str] = os.environ, **given: 
 
 def _complaint(error: dict[str, Any]) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "string_pattern_mismatch":
+        message = f"must match {error['ctx']['pattern']}"
+        if error["loc"] == ("redis",):
+            message = f"must begin with redis://, rediss:// or unix://, such as {DEFAULT_URL}"
     return f"{option(str(error['loc'][0]))}: {message}" if error["loc"] else message
 
 

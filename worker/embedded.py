@@ -33,7 +33,10 @@ def embedded_redis() -> Iterator[str]:
         EmbeddedRedisError: it did not start; fakeredis[lua] may not be installed.
     """
     if importlib.util.find_spec("fakeredis") is None:
-        raise EmbeddedRedisError("the embedded Redis needs fakeredis: pip install 'tokenmill[demo]', or name a server")
+        raise EmbeddedRedisError(
+            "the embedded Redis needs fakeredis: in a clone of tokenmill, pip install '.[worker,demo]'; "
+            "or name a server with --redis"
+        )
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-c", _SERVE],

@@ -59,7 +59,7 @@ def load(settings: Settings) -> Loaded:
         from engine.models.loading import LoadError
     except ImportError as error:
         raise Fatal(
-            Exit.LOAD, f"the worker's packages are missing ({error}): pip install 'tokenmill[worker]'"
+            Exit.LOAD, f"the worker's packages are missing ({error}): in a clone of tokenmill, pip install '.[worker]'"
         ) from error
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)

@@ -11,7 +11,6 @@ keeper      renews leases (lease.py)
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import secrets
 import signal
@@ -29,6 +28,7 @@ from producer.protocol.connection import blocking_client, command_client, redact
 from producer.protocol.errors import JobError
 from producer.protocol.keys import Keys
 from producer.protocol.scripts import Scripts
+from producer.protocol.version import version
 from worker import logs
 from worker.blame import Quarantine
 from worker.cancellation import Canceller
@@ -301,7 +301,7 @@ class Worker:
             "status": "draining" if self._stop_intake.is_set() else "ready",
             "model": ",".join(loaded.translator.served),
             "queue": self.settings.queue,
-            "version": _version(),
+            "version": version(),
             "waiting": waiting,
             "running": len(self.held) - waiting,
             "slots": self.settings.max_num_seqs,
@@ -392,13 +392,6 @@ class Worker:
             thread.join(seconds)
             if thread.is_alive():
                 log.warning("thread_still_runs", thread=name)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("tokenmill")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def main(settings: Settings, loader: Callable[[Settings], Loaded] = load) -> int:

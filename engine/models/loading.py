@@ -280,7 +280,7 @@ def _download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise LoadError(
-            f"{name} is no directory here and can't be fetched from the Hugging Face hub: {error}"
+            f"{name} is not {DEMO_MODEL} (the demo), no directory here, and can't be fetched from the Hugging Face hub: {error}"
         ) from error
 
 

@@ -143,7 +143,9 @@ def _library() -> Any:
     try:
         found = importlib.import_module("flash_attn")
     except (ImportError, OSError) as error:
-        raise ValueError(f"the flash backend needs flash-attn (pip install 'tokenmill[gpu]'): {error}") from error
+        raise ValueError(
+            f"the flash backend needs flash-attn (in a clone of tokenmill, pip install '.[gpu]'): {error}"
+        ) from error
     if not all(hasattr(found, name) for name in _FUNCTIONS):
         raise ValueError("the flash backend needs flash-attn 2.8; the package of that name here is another")
     return found

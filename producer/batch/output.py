@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -58,7 +59,7 @@ class OutputFile:
     """A file of response lines, locked and without a torn last line.
 
     Raises:
-        BatchError: it cannot be opened, or another run has it.
+        BatchError: it cannot be opened, is no regular file, or another run has it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,6 +68,9 @@ class OutputFile:
             self._file: IO[bytes] = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by its owner
         except OSError as error:
             raise BatchError(f"{path}: {error.strerror or error}") from None
+        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            self._file.close()
+            raise BatchError(f"{path}: is no regular file; what is done is read back from the output")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._cut_torn()
@@ -146,7 +150,7 @@ class Outputs:
     """
 
     def __init__(self, output: Path, errors: Path | None, digest: str) -> None:
-        self._note = output.with_name(output.name + ".state")
+        self._note = output.parent / (output.name + ".state")
         with contextlib.ExitStack() as opened:
             self._output = OutputFile(output)
             opened.callback(self._output.close)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from producer import cli
 from producer.cli import Exit
+from producer.protocol.version import version
+from tests.producer.batch.files import request, write
 from tests.producer.mini import MiniWorker, Queue
-from tests.support import eventually
+from tests.support import RedisServer, eventually
+from worker.settings import Settings, option
 
 
 def command(queue: Queue, *arguments: str) -> list[str]:
@@ -120,6 +127,65 @@ def test_info_shows_lanes_and_workers(queue: Queue) -> None:
     told = run(queue, "info").stdout
     assert "low     1" in told
     assert "worker host:1:x model=tiny" in told
+    assert "no worker serves" not in told
+
+
+def test_info_says_when_nobody_serves_the_queue(queue: Queue) -> None:
+    assert "no worker serves this queue" in run(queue, "info").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["submit", "x", "--id", "mine"], "job mine: still queued; `tokenmill info` tells who serves"),
+        (["tail", "unknown"], "job unknown: queue {queue} has no such job"),
+        (["result", "unknown"], "job unknown: queue {queue} has no such job"),
+    ],
+)
+def test_who_waits_for_long_is_told_what_for(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, arguments: list[str], told: str
+) -> None:
+    monkeypatch.setattr(cli, "PATIENCE_S", 0.05)
+    where = ["--timeout", "1", "--redis", queue.url, "--queue", queue.keys.queue]
+    done = CliRunner().invoke(cli.app, [*arguments, *where])
+    assert done.exit_code == Exit.EXPIRED
+    assert done.stderr.count(told.format(queue=queue.keys.queue)) == 1
+
+
+@pytest.mark.redis_server
+def test_a_redis_that_wants_a_login_says_so(own_redis: RedisServer, tmp_path: Path) -> None:
+    given = write(tmp_path / "in.jsonl", [request("a")])
+    with own_redis.client() as client:
+        client.config_set("requirepass", "secret")
+    batch = ["batch", "run", str(given), "-o", str(tmp_path / "out.jsonl")]
+    for arguments in (["submit", "x", "--no-wait"], ["info"], batch):
+        done = CliRunner().invoke(cli.app, [*arguments, "--redis", own_redis.url])
+        assert done.exit_code == Exit.UNAVAILABLE
+        assert "it wants a login" in done.stderr
+
+
+def test_a_redis_that_is_away_is_told_with_what_to_do(queue: Queue) -> None:
+    assert "start one there, or name another" in run(queue, "info", "--redis", "redis://127.0.0.1:1/0").stderr
+
+
+def test_the_version_is_printed_without_a_command(queue: Queue) -> None:
+    assert run(queue, "--version").stdout == f"tokenmill {version()}\n"
+
+
+def test_a_mistyped_command_is_guessed(queue: Queue) -> None:
+    assert "Did you mean 'worker'?" in run(queue, "wroker").stderr
+
+
+def test_the_workers_help_names_every_option_whole_at_80_columns(queue: Queue) -> None:
+    done = subprocess.run(
+        command(queue, "worker", "--help"),
+        env={**environment(queue), "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in Settings.model_fields:
+        assert re.search(rf"^ +{option(name)}\b", done.stdout, re.MULTILINE), name
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["submit", "--help"]])
@@ -147,7 +213,7 @@ def test_a_missing_extra_is_named() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == Exit.USAGE
-    assert "pip install 'tokenmill[worker]'" in done.stderr
+    assert "pip install '.[worker]'" in done.stderr
 
 
 def test_an_extra_that_is_missed_late_is_named_too() -> None:
@@ -158,4 +224,4 @@ def test_an_extra_that_is_missed_late_is_named_too() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (Exit.USAGE, False)
-    assert "needs prometheus_client: pip install 'tokenmill[worker]'" in done.stderr
+    assert "needs prometheus_client: in a clone of tokenmill, pip install '.[worker]'" in done.stderr

@@ -185,3 +185,14 @@ def test_a_full_disk_is_told_and_the_next_run_finds_whole_lines(tmp_path: Path) 
 def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(BatchError, match="No such file"):
         Outputs(tmp_path / "none" / "out", None, DIGEST)
+
+
+@pytest.mark.parametrize("name", [".", "..", "/dev/null", "/dev/full"])
+def test_what_is_no_regular_file_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BatchError, match=r"directory|no regular file"):
+        Outputs(Path(name), None, DIGEST)
+    assert list(tmp_path.iterdir()) == []
+    assert not Path("/dev/null.state").exists()
