@@ -59,7 +59,7 @@ def report(model: str, folder: Path) -> None:
 
 def draw(series: Series, file: Path) -> None:
     """One picture: tokens a second on the left axis, milliseconds outside the forward on the right."""
-    from matplotlib.figure import Figure  # an extra: only who draws needs it
+    from matplotlib.figure import Figure  # of the extra `dev`: only who draws needs it
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     left: Any = figure.subplots()
@@ -77,22 +77,22 @@ def draw(series: Series, file: Path) -> None:
 
 
 def _measure(model: str) -> Iterator[Series]:
-    many = _Bench(model, max(_RUNNING))
+    many = Bench(model, max(_RUNNING))
     running = tuple(many.point(count, count=count, prompt=_PROMPT) for count in _RUNNING)
     yield Series("running", f"running sequences (context about {_PROMPT + _STEPS})", running)
     contexts = tuple(many.point(length, count=4, prompt=length) for length in _CONTEXTS)
     yield Series("context", "context of each of 4 running sequences, tokens", contexts)
-    few = _Bench(model, 64)
+    few = Bench(model, 64)
     waiting = tuple(few.point(count, count=64, prompt=_PROMPT, waiting=count) for count in _WAITING)
     yield Series("waiting", "waiting jobs beside 64 running sequences", waiting)
 
 
-class _Bench:
+class Bench:
     """An engine whose forward is timed."""
 
-    def __init__(self, model: str, max_num_seqs: int) -> None:
+    def __init__(self, model: str, max_num_seqs: int, context: int = max(_CONTEXTS)) -> None:
         config = EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=4096, prefix_caching=False)
-        blocks = max(4 * (max(_CONTEXTS) + _OUTPUT), max_num_seqs * (_PROMPT + _OUTPUT)) // config.block_size
+        blocks = max(4 * (context + _OUTPUT), max_num_seqs * (_PROMPT + _OUTPUT)) // config.block_size
         self.engine, _ = build_engine(ModelOptions(model), config, CacheOptions(num_blocks=blocks + 2 * max_num_seqs))
         runner = self.engine.runner
         if not isinstance(runner, ModelRunner):
