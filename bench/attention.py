@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels import native
 from kernels.attention import AttentionBackend, AttentionBatch, CacheSpec, get_backend
 from kernels.linear import Linear
 
@@ -135,8 +136,11 @@ def _batch(case: Case, blocks: list[int]) -> AttentionBatch:
 
 
 def bandwidth(size: int = 256 << 20) -> float:
-    """Bytes a second that all threads read from memory together: the best of five sums."""
-    values = torch.ones(size // 8, dtype=torch.int64)
+    """Bytes a second that all threads read from memory together: the best of five sums, on huge pages."""
+    values = torch.empty(size // 8, dtype=torch.int64)
+    if (library := native.library()) is not None:
+        library.tm_huge_pages(values.data_ptr(), size)
+    values.fill_(1)
     return size / min(_seconds(values.sum) for _ in range(5))
 
 

@@ -14,6 +14,8 @@ import os
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
 from rq import Queue, Repeat
 from rq.exceptions import NoSuchJobError
 from rq.job import Job, JobStatus
@@ -40,6 +42,8 @@ class ClerkWorker(Worker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # RQ's worker dies where Redis is away while it watches a job: let its commands wait for a minute or two.
+        self.connection.set_retry(Retry(ExponentialBackoff(cap=2, base=0.1), retries=60))
         # An idle worker looks up from its queue when its ttl, less 15 s, is over.
         self.worker_ttl = min(self.worker_ttl, 25)
         self.job_monitoring_interval = min(self.job_monitoring_interval, 10)

@@ -81,6 +81,8 @@ class CpuBackend(AttentionBackend):
         self._pool = torch.empty(0, dtype=torch.uint8)
         self._cache = native.Cache()
         self._cache_pointer = ctypes.byref(self._cache)
+        self._job = native.Attend()
+        self._job_pointer = ctypes.byref(self._job)
         self._of: AttentionBatch | None = None
         self._arrays: _Arrays | None = None
 
@@ -164,13 +166,14 @@ class CpuBackend(AttentionBackend):
         heads = q.shape[1]
         if heads % self.spec.num_kv_heads or heads > _MAX_GROUP * self.spec.num_kv_heads:
             raise ValueError(f"{heads} query heads don't go with {self.spec.num_kv_heads} KV heads")
-        rows = _rows(q.to(self.spec.dtype))
-        out = torch.empty(q.shape, dtype=self.spec.dtype)
-        job = native.Attend(
-            layer, heads, window or 0, scale, softcap or 0.0, rows.data_ptr(), rows.stride(0), out.data_ptr()
-        )
-        self._library.tm_attend(self._cache_pointer, arrays.pointer, ctypes.byref(job), torch.get_num_threads())
-        return out.to(q.dtype)
+        dtype = self.spec.dtype
+        rows = _rows(q if q.dtype == dtype else q.to(dtype))
+        out = torch.empty(q.shape, dtype=dtype)
+        job = self._job
+        job.layer, job.heads, job.window, job.scale, job.softcap = layer, heads, window or 0, scale, softcap or 0.0
+        job.q, job.q_stride, job.out = rows.data_ptr(), rows.stride(0), out.data_ptr()
+        self._library.tm_attend(self._cache_pointer, arrays.pointer, self._job_pointer, torch.get_num_threads())
+        return out if q.dtype == dtype else out.to(q.dtype)
 
     def read(self, layer: int, block_table: tuple[int, ...], length: int) -> tuple[Tensor, Tensor]:
         spec = self.spec

@@ -7,6 +7,8 @@ namespace TM_ISA {
 // clang-format off: each builds on the ones before
 #include "simd.h"
 #include "attention.h"
+#include "items.h"
+#include "store.h"
 #include "ops.h"
 #include "gemm.h"
 // clang-format on

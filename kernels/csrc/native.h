@@ -8,9 +8,9 @@ namespace tokenmill {
 
 constexpr int PAGE = 16;   // tokens; the unit of the layout
 constexpr int TILE = 128;  // keys whose softmax is summed at once; tiles begin at position 0 and add up in order
-constexpr int ITEM_ROWS = 96;
+constexpr int ITEM_ROWS = 96;  // most rows and query heads of an item
 constexpr int MAX_DIM = 256;
-constexpr int PART_HEADER = 16;  // floats before a partial sum: its maximum and its total
+constexpr int STATE_HEADER = 16;  // floats: keeps sums aligned
 
 /// The KV cache. A block holds [layer][kv head][page][K, V]; a page of 16 tokens is
 ///   bf16: K [dim / 2][16][2], V [8][dim][2]: pairs that a dot product takes together lie side by side
@@ -47,23 +47,33 @@ struct Attend {
     void* out;
 };
 
-/// Work that one thread does in one go: the query heads of one KV head for some tokens, over a run of key tiles.
+/// Work that one thread does in one go: the query heads of some KV heads for some tokens, over a run of positions.
 struct Item {
     const int32_t* tokens;  // rows of the batch
     int32_t num_tokens;
     const int32_t* table;  // block table
-    int32_t head;          // KV head
-    int32_t tile_begin, tile_end;
-    bool partial;  // leave each tile's sums in `parts` rather than the result in `out`
+    int32_t head, heads;   // KV heads [head, head + heads)
+    int32_t begin, end;    // positions of keys; a row sees some of them
+    bool resumes;          // go on from the rows' states
+    bool leaves;           // leave the rows' states rather than results
+    bool apart;            // leave a state for each tile
 };
 
+/// A state is what is known of a row and query head after some tiles: the maximum, the total, and from `STATE_HEADER` on
+/// the sums.
 struct Plan {
     const Item* items;
-    int num_items;
-    int first_single, run;  // from `first_single` on, a thread takes `run` items at once
+    const int* levels;  // [num_levels]: where each level's items end; an item resumes what earlier levels left
+    int num_levels;
     const int32_t* positions;  // [rows]
-    const int64_t* part_at;    // [rows]: where the row's partial sums begin, in tiles; -1: it has none
-    float* parts;              // [tile][head][PART_HEADER + dim]
+    const int64_t* state_at;   // [rows]: the row's first state; -1: it has none
+    float* states;             // [state][head][STATE_HEADER + dim]
+};
+
+/// How far ahead of a thread's computing its memory is fetched.
+struct Ahead {
+    const Item *item, *following;  // null: nothing more to fetch
+    int head, page, page_end;      // the next page, and where its tile ends; pages count from position 0
 };
 
 /// Rotation and norms that go before the write. `norm` weights may be null; so may `cos`.
@@ -99,8 +109,8 @@ struct Product {
 
 /// What an instruction set's build offers. A row is one of the batch, or one line of a matrix.
 struct Kernels {
-    /// `following` is what the thread will probably do next, or null: its first pages are fetched meanwhile.
-    void (*attend)(const Cache&, const Attend&, const Plan&, const Item&, const Item* following);
+    /// `following` is what the thread does next, or null: its first pages are fetched meanwhile.
+    void (*attend)(const Cache&, const Attend&, const Plan&, const Item&, const Item* following, Ahead&);
     void (*reduce)(const Cache&, const Batch&, const Attend&, const Plan&, int row);
     void (*store)(const Cache&, const Batch&, int layer, const void* k, int64_t k_stride, const void* v,
                   int64_t v_stride, int row);

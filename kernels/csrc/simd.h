@@ -2,6 +2,7 @@
 // its namespace. No function here depends on anything but its lanes, so that equal inputs give equal bits anywhere.
 
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
 
 typedef uint16_t bf16;
 
@@ -53,8 +54,39 @@ INLINE void store(bf16* p, F x) {
 #endif
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), out);
 }
-/// 2^n * x for whole n.
+/// 2^floor(n) * x.
 INLINE F scale2(F x, F n) { return _mm512_scalef_ps(x, n); }
+/// x - floor(x), and 0 for infinities.
+INLINE F fraction(F x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+
+struct Add {
+    static INLINE_MEMBER F of(F x, F y) { return _mm512_add_ps(x, y); }
+};
+struct Max {
+    static INLINE_MEMBER F of(F x, F y) { return _mm512_max_ps(x, y); }
+};
+/// Lane r: Op over the lanes of x[r], r < R <= 16, in the order of hsum and hmax whatever R; other lanes: anything.
+template <class Op, int R>
+INLINE F across(F* x) {
+#pragma GCC unroll 8
+    for (int r = 0; r < (R < 8 ? R : 8); r++) {
+        const F a = x[r], b = r + 8 < R ? x[r + 8] : a;
+        x[r] = Op::of(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < (R < 4 ? R : 4); r++) {
+        const F a = x[r], b = r + 4 < R ? x[r + 4] : a;
+        x[r] = Op::of(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+    }
+#pragma GCC unroll 2
+    for (int r = 0; r < (R < 2 ? R : 2); r++) {
+        const __m512d a = _mm512_castps_pd(x[r]), b = r + 2 < R ? _mm512_castps_pd(x[r + 2]) : a;
+        x[r] = Op::of(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    const F a = x[0], b = R > 1 ? x[1] : a;
+    const F mixed = Op::of(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xDD));
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15), mixed);
+}
 INLINE F round_whole(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 /// Whole numbers from 0 to 255 as bytes.
 INLINE void store_bytes(uint8_t* p, F x) {
@@ -142,14 +174,34 @@ INLINE void store(bf16* p, F x) {
     const __m256i packed = _mm256_packus_epi32(round8(x.a), round8(x.b));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xD8));
 }
+/// x times a power of 2. Below the normal range the result is 0; above it, infinity. NaN stays.
 INLINE __m256 scale2_8(__m256 x, __m256 n) {
-    // Below the normal range the result is 0; above it, infinity. NaN stays.
+    n = _mm256_floor_ps(n);
     const __m256 low = _mm256_set1_ps(-126.0f), high = _mm256_set1_ps(128.0f);
     const __m256i whole = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(n, low), high));
     const __m256 power = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(whole, _mm256_set1_epi32(127)), 23));
     return _mm256_and_ps(_mm256_mul_ps(x, power), _mm256_cmp_ps(n, low, _CMP_NLT_UQ));
 }
 INLINE F scale2(F x, F n) { return {scale2_8(x.a, n.a), scale2_8(x.b, n.b)}; }
+INLINE __m256 fraction8(__m256 x) {
+    x = _mm256_max_ps(_mm256_set1_ps(-3e38f), x);  // NaN stays
+    return _mm256_sub_ps(x, _mm256_floor_ps(x));
+}
+INLINE F fraction(F x) { return {fraction8(x.a), fraction8(x.b)}; }
+
+struct Add {
+    static INLINE_MEMBER float of(F x) { return hsum(x); }
+};
+struct Max {
+    static INLINE_MEMBER float of(F x) { return hmax(x); }
+};
+/// Lane r: Op over the lanes of x[r], r < R <= 16; other lanes: anything.
+template <class Op, int R>
+INLINE F across(F* x) {
+    float out[16] = {};
+    for (int r = 0; r < R; r++) out[r] = Op::of(x[r]);
+    return load(out);
+}
 /// Whole numbers from 0 to 255 as bytes.
 INLINE void store_bytes(uint8_t* p, F x) {
     const __m256i words = _mm256_packus_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
@@ -164,24 +216,25 @@ INLINE F round_whole(F x) {
 
 #endif
 
-/// 2^x for x below 2^127; 0 for -infinity, NaN for NaN. Terms of the Taylor series on [-1/2, 1/2]: with 7 the error is below 2^-26,
-/// with 5 below 2^-18 (the first term left out: (ln 2 / 2)^(k + 1) / (k + 1)!).
+/// 2^x for x below 2^127; 0 for -infinity, NaN for NaN. A polynomial in the fraction of x, 1 at 0, that keeps the largest
+/// relative error on [0, 1] least (Remez): with 7 terms below 2^-26, with 5 below 2^-18, and then what fp32 rounds.
 template <int TERMS>
 INLINE F exp2(F x) {
-    x = max(set1(-200.0f), x);
-    const F n = round_whole(x);
-    const F f = sub(x, n);
-    F y = set1(TERMS == 7 ? 1.5252733e-5f : 1.3333558e-3f);
+    static_assert(TERMS == 5 || TERMS == 7, "the coefficients below");
+    const F f = fraction(x);
+    F y;
     if (TERMS == 7) {
-        y = fma(y, f, set1(1.5403530e-4f));
-        y = fma(y, f, set1(1.3333558e-3f));
+        y = fma(set1(2.1612913e-4f), f, set1(1.2467847e-3f));
+        y = fma(y, f, set1(9.6754516e-3f));
+        y = fma(y, f, set1(5.5485282e-2f));
+        y = fma(y, f, set1(2.4022931e-1f));
+        y = fma(y, f, set1(6.9314706e-1f));
+    } else {
+        y = fma(set1(1.3426685e-2f), f, set1(5.2242473e-2f));
+        y = fma(y, f, set1(2.4128020e-1f));
+        y = fma(y, f, set1(6.9304484e-1f));
     }
-    y = fma(y, f, set1(9.6181291e-3f));
-    y = fma(y, f, set1(5.5504109e-2f));
-    y = fma(y, f, set1(2.4022651e-1f));
-    y = fma(y, f, set1(6.9314718e-1f));
-    y = fma(y, f, set1(1.0f));
-    return scale2(y, n);
+    return scale2(fma(y, f, set1(1.0f)), x);
 }
 
 constexpr float LOG2E = 1.44269504f;

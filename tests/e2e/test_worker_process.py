@@ -149,7 +149,7 @@ def test_a_full_redis_still_gets_the_results_of_what_runs(own: Queue, start: Sta
 
 @pytest.mark.redis_server
 def test_sigterm_while_redis_is_away_ends_in_bounded_time(own: Queue, own_redis: RedisServer, start: Start) -> None:
-    worker = start(own, FAKE_STEP="0.05", drain_seconds="1")
+    worker = start(own, FAKE_STEP="0.05", drain_seconds="1", lease_seconds="30")  # a lease that outlasts the drain
     running(own, max_tokens=200)
     own_redis.kill()
     worker.popen.terminate()

@@ -22,7 +22,7 @@ from tests.kernels.flash_stand_in import FlashStandIn
 from tests.models.tiny import FUSED, STOCK, Case, build_case
 from tests.pretend_gpu import Gpu, GpuTensor, pretend_gpu
 
-NAMES = ("llama", "qwen3-windows", "gemma2", "llama-forced")
+NAMES = ("llama", "qwen3-windows", "gemma2", "llama-biases-forced")
 CASES = {case.name: case for case in FUSED + STOCK if case.name in NAMES}
 
 

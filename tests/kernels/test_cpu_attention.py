@@ -129,7 +129,10 @@ def test_bits_do_not_depend_on_chunks_neighbours_blocks_or_threads(
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_do_not_depend_on_sharing_a_prefix_or_on_splits(instruction_set: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("options", [{}, {"window": 300}, {"window": 150, "softcap": 5.0}])
+def test_bits_do_not_depend_on_sharing_a_prefix_or_on_splits(
+    instruction_set: str, dtype: torch.dtype, options: dict[str, object]
+) -> None:
     """Sequences with blocks in common are computed together, and a lone one in pieces: both bits are those of alone."""
     prefixes = {0: (None, 0), 1: (0, 256), 2: (0, 256), 3: (0, 128), 4: (2, 384), 5: (0, 16)}
     lengths = [500, 410, 700, 300, 690, 130]
@@ -142,18 +145,19 @@ def test_bits_do_not_depend_on_sharing_a_prefix_or_on_splits(instruction_set: st
         cache.tables[s] = cache.tables[of][:blocks] + cache.tables[s][blocks:]
     for s, n in enumerate(lengths):
         cache.run([(s, 0, n)])
-    # One chunk that has the last row among others is neither grouped nor split.
-    want = [cache.run([(s, n - 7, n)])[0][-1:] for s, n in enumerate(lengths)]
-    check(cache, [(s, n - 1, n) for s, n in enumerate(lengths)], want, False)
+    # A chunk of this many rows is neither grouped nor split.
+    want = [cache.run([(s, n - 9, n)], **options)[0] for s, n in enumerate(lengths)]
+    check(cache, [(s, n - 9, n) for s, n in enumerate(lengths)], want, False, **options)
     dice = random.Random(0)
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for s, n in enumerate(lengths):
-            assert torch.equal(cache.run([(s, n - 1, n)])[0], want[s])
+            for count in (1, 2, 5):
+                assert torch.equal(cache.run([(s, n - count, n)], **options)[0], want[s][-count:]), (s, count)
         for _ in range(12):
-            chosen = dice.sample(range(6), dice.randint(2, 6))
-            got = cache.run([(s, lengths[s] - 1, lengths[s]) for s in chosen])
-            assert all(torch.equal(out, want[s]) for s, out in zip(chosen, got, strict=True)), chosen
+            work = [(s, lengths[s] - dice.choice((1, 1, 3, 7, 9)), lengths[s]) for s in dice.sample(range(6), 5)]
+            got = cache.run(work, **options)
+            assert all(torch.equal(out, want[s][a - b :]) for (s, a, b), out in zip(work, got, strict=True)), work
 
 
 def test_hundreds_of_sequences_with_one_prefix_equal_the_reference() -> None:
@@ -183,7 +187,6 @@ def test_hundreds_of_sequences_with_one_prefix_equal_the_reference() -> None:
         (CacheSpec(1, 1, 72, 16, torch.float32, CPU), "head sizes"),
         (CacheSpec(1, 1, 512, 16, torch.float32, CPU), "head sizes"),
         (CacheSpec(1, 1, 64, 16, torch.float16, CPU), r"no torch\.float16"),
-        (CacheSpec(1, 1, 64, 16, torch.float32, torch.device("meta")), "does not run on meta"),
     ],
 )
 def test_what_it_cannot_run_goes_to_another_backend(
@@ -195,6 +198,15 @@ def test_what_it_cannot_run_goes_to_another_backend(
         assert get_backend("auto", spec).name == "reference"
     (record,) = caplog.records
     assert "reference backend" in record.message
+
+
+def test_another_device_is_no_reason_for_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    spec = CacheSpec(1, 1, 64, 16, torch.float32, torch.device("meta"))
+    with pytest.raises(ValueError, match="does not run on meta"):
+        get_backend("cpu", spec)
+    with caplog.at_level("WARNING", "kernels.attention"):
+        assert get_backend("auto", spec).name == "reference"
+    assert not caplog.records
 
 
 def test_auto_takes_it_where_it_can() -> None:

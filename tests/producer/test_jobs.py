@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import secrets
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +12,6 @@ import orjson
 import pytest
 import rq
 from rq.command import send_stop_job_command
-from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from producer.client import Client
@@ -212,26 +209,6 @@ def test_stopping_a_batch_cancels_what_is_in_flight_and_a_requeue_finishes_it(
     job.requeue()
     rqueue.ends(job, "finished")
     assert custom_ids(output) == [0, 1, 2, 3]
-
-
-def test_what_the_page_says_to_type_works(queue: Queue, worker: MiniWorker, tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "rq.md").read_text().replace("redis://localhost:6379/0", queue.url)
-    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (command,) = re.findall(r"```console\n(.*?)```", page, re.DOTALL)
-    source = batch_file(tmp_path, ["a", "b"])
-    with rq_on(queue, tmp_path, "tokenmill") as rqueue:
-        words = shlex.split(command.replace("in.jsonl", str(source)).replace("=out", f"={tmp_path}/out"))
-        enqueued = subprocess.run(
-            [sys.executable, "-m", "rq.cli", *words[1:]], capture_output=True, text=True, check=True
-        )
-        rqueue.worker()
-        said = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, check=False, timeout=60)
-        assert (said.returncode, said.stderr) == (0, "")
-        assert said.stdout.strip()
-        job_id = re.search(r"'([0-9a-f-]{36})'", enqueued.stdout + enqueued.stderr)
-        assert job_id, enqueued
-        job = Job.fetch(job_id[1], connection=rqueue.redis, serializer=JSONSerializer)
-        assert rqueue.ends(job, "finished").return_value() == {"total": 2, "succeeded": 2, "failed": 0}
 
 
 def test_a_pickled_job_is_not_unpickled(rqueue: Rq, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_every_series_exists_at_zero_and_has_no_label_of_a_jobs_making() -> None
     labels = {
         part.split("=")[0].strip('{"') for name in seen if "{" in name for part in name[name.index("{") :].split(",")
     }
-    assert labels == {"status", "code", "kind", "lane", "le", "state", "doing"}
+    assert labels == {"status", "code", "kind", "lane", "le", "state", "doing", "thread"}
 
 
 def test_gauges_are_computed_when_asked() -> None:
