@@ -27,8 +27,8 @@ _FALLBACK_ROWS = 16
 """`F.linear` on the CPU is another kernel for few rows."""
 _PANEL = 32
 """Outputs whose weights lie together; `PANEL` of csrc/native.h."""
-_MAX_INT8_INPUTS = 1 << 16
-"""More products of two bytes might not fit into 32 bits."""
+_INT8_INPUTS = range(2, (1 << 16) + 1)
+"""`torch._int_mm` reads a single input's weights from a wrong place, and more products might not fit into 32 bits."""
 
 
 def bucket(rows: int) -> int:
@@ -78,7 +78,7 @@ class Linear:
         weight: `[out, in]`.
         bias: `[out]` or None.
         gated: the first half of the outputs are gates, the second what they let through: `y = silu(gate) * up`.
-        int8: multiply in int8. Outputs that are too few or inputs that are too many for it keep their type.
+        int8: multiply in int8. Too few or too many inputs for it keep their type.
     """
 
     __slots__ = ("_dtype", "_gate", "_product", "in_features", "out_features")
@@ -87,7 +87,7 @@ class Linear:
         rows, self.in_features = weight.shape
         self.out_features = rows // 2 if gated else rows
         self._dtype = weight.dtype
-        int8 = int8 and self.in_features <= _MAX_INT8_INPUTS
+        int8 = int8 and self.in_features in _INT8_INPUTS
         packs = weight.device.type == "cpu" and self.in_features % (4 if int8 else 2) == 0
         native_gate = not gated or self.out_features % _PANEL == 0
         self._gate = gated

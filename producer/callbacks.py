@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import random
+import re
 import secrets
 import socket
 import time
@@ -30,7 +31,7 @@ from redis.exceptions import ResponseError
 
 from producer.protocol.connection import blocking_client, command_client
 from producer.protocol.errors import clean
-from producer.protocol.keys import DEAD_MAXLEN, Keys
+from producer.protocol.keys import DEAD_MAXLEN, Keys, is_name
 from producer.protocol.lua import Runner
 from producer.webhook import Refused, Undelivered, WebhookSettings, post
 
@@ -39,8 +40,12 @@ CLERKS: Final = "clerks"
 THREADS: Final = 16
 BLOCK_MS: Final = 500
 LONGEST_BACKOFF_S: Final = 3600.0
+_STEPS: Final = 20
+"""Pauses that grow; any first one is longer than the longest by then, and floats end somewhere."""
 QUIET_S: Final = 30.0
 """A host that did not answer is left alone so long, lest it hold up the others."""
+
+_COUNT: Final = re.compile(r"[0-9]{1,9}")
 
 Post = Callable[[WebhookSettings, str, str, bytes], None]
 log = structlog.get_logger(__name__)
@@ -67,8 +72,8 @@ class Callback:
     @classmethod
     def of(cls, entry: bytes, fields: dict[bytes, bytes]) -> Self:
         texts = {name: fields.get(name, b"").decode("utf-8", "replace") for name in (b"id", b"url", b"attempts")}
-        attempts = texts[b"attempts"]
-        return cls(entry.decode(), texts[b"id"], texts[b"url"], int(attempts) if attempts.isdecimal() else 0)
+        attempts = _COUNT.fullmatch(texts[b"attempts"])
+        return cls(entry.decode(), texts[b"id"], texts[b"url"], int(attempts[0]) if attempts else 0)
 
     @property
     def host(self) -> str:
@@ -149,11 +154,8 @@ class Courier:
     def _deliver(self, callback: Callback) -> Outcome:
         if time.monotonic() < self._quiet.get(callback.host, 0.0):
             return self._put_off(callback, callback.attempts, self._silence_s)
-        body: Any = self._client.get(self._keys.result(callback.id))
         try:
-            if body is None:
-                raise Refused("the result has expired")
-            self._send(self._settings, callback.url, callback.id, body)
+            self._send(self._settings, callback.url, callback.id, self._result(callback.id))
         except Refused as refusal:
             return self._bury(callback, callback.attempts, str(refusal))
         except Undelivered as failure:
@@ -161,6 +163,20 @@ class Courier:
         self._settle(callback)
         log.info("callback_delivered", id=callback.id, host=callback.host, attempts=callback.attempts + 1)
         return Outcome.DELIVERED
+
+    def _result(self, job_id: str) -> bytes:
+        """Whoever may write to the stream may name anything; that must end its own entry, never the clerk."""
+        if not is_name(job_id):
+            raise Refused("the id is none of a job")
+        try:
+            body: Any = self._client.get(self._keys.result(job_id))
+        except ResponseError as error:
+            if not str(error).startswith("WRONGTYPE"):
+                raise
+            raise Refused("there is no result under its key") from None
+        if body is None:
+            raise Refused("the result has expired")
+        return bytes(body)
 
     @property
     def _silence_s(self) -> float:
@@ -172,7 +188,7 @@ class Courier:
             self._quiet[callback.host] = time.monotonic() + self._silence_s
         if attempts >= self._settings.max_attempts:
             return self._bury(callback, attempts, str(failure))
-        pause = min(LONGEST_BACKOFF_S, first * 3 ** (attempts - 1)) * random.uniform(1.0, 1.2)
+        pause = min(LONGEST_BACKOFF_S, first * 3.0 ** min(attempts - 1, _STEPS)) * random.uniform(1.0, 1.2)
         log.warning("callback_failed", id=callback.id, attempts=attempts, again_in_s=round(pause), why=str(failure))
         return self._put_off(callback, attempts, pause)
 

@@ -182,7 +182,7 @@ class Target:
             raise Refused("the URL names a user")
         if not host or host not in settings.hosts:
             raise Refused("the host is not on the list of TOKENMILL_CALLBACK_HOSTS")
-        if not url.isascii() or any(letter <= " " for letter in url):
+        if not (url.isascii() and url.isprintable()) or " " in url:
             raise Refused("the URL holds characters that it must not")
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         return cls(parts.scheme, host, port or (443 if parts.scheme == "https" else 80), path)

@@ -70,6 +70,7 @@ class Intake:
         self._contact = contact
         self._mailbox = mailbox
         self._stop = stop
+        self._sweep_was_full = False
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
 
     def run(self) -> None:
@@ -110,7 +111,10 @@ class Intake:
         if room == 0:
             return False
         sent = time.monotonic()
-        found = self._sweeper.sweep(room)
+        # A sweep that took all places leaves the next ones to new entries: what is handed back again and again, and
+        # looks abandoned in between, must not keep those out for ever.
+        found = [] if self._sweep_was_full else self._sweeper.sweep(room)
+        self._sweep_was_full = len(found) >= room
         self._loop.telemetry.takeovers.inc(len(found))
         if not found:
             new = self._scripts.read(room)

@@ -146,6 +146,7 @@ class Flights:
                 if result is not None:
                     flight = self._held.pop(job_id)
                     self._bytes -= flight.size
+                    self._full_until = 0.0  # an end makes room
                     yield flight, result
 
     def forget(self, ids: Iterable[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from typing import NamedTuple
 
 _TABLE = """
@@ -57,8 +56,7 @@ class Index:
 
     def repeated(self) -> Iterator[tuple[int, int]]:
         """(line, earlier line with the same custom id), in order."""
-        with closing(self._db.execute(_REPEATED)) as rows:
-            yield from rows
+        yield from self._db.execute(_REPEATED)
 
     def take(self, custom_id: str) -> bool:
         """Note that a request has its line in an output; False where there is no such request or it had one before."""
@@ -68,8 +66,7 @@ class Index:
     def plan(self) -> Iterator[Line]:
         """Lines without a line in an output. Whatever is done, what is left keeps its order: a prefix's lines stand
         where the first of them stands in the file."""
-        with closing(self._db.execute(_PLAN)) as rows:
-            yield from map(Line._make, rows)
+        yield from map(Line._make, self._db.execute(_PLAN))
 
     def close(self) -> None:
         self._db.close()

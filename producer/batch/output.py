@@ -107,8 +107,8 @@ class OutputFile:
             for number, data in enumerate(file, 1):
                 try:
                     line = orjson.loads(data)
-                    line["custom_id"], line["response"]
-                except (orjson.JSONDecodeError, KeyError, TypeError):
+                    line["custom_id"], (line["response"] or {}).get("status_code")
+                except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
                     raise BatchError(f"{self.path}: line {number} is no line of a batch's output") from None
                 yield line
 
@@ -151,6 +151,8 @@ class Outputs:
 
     def __init__(self, output: Path, errors: Path | None, digest: str) -> None:
         self._note = output.parent / (output.name + ".state")
+        if errors is not None and _same(errors, self._note):
+            raise BatchError(f"{errors}: is where the state of {output} is kept; name another error file")
         with contextlib.ExitStack() as opened:
             self._output = OutputFile(output)
             opened.callback(self._output.close)

@@ -96,6 +96,7 @@ local function book(f)
   if f.tenant ~= '' then
     redis.call('HSET', f.job, 'tenant', f.tenant)
     redis.pcall('INCR', f.quota)
+    redis.call('PERSIST', f.quota)
   end
   if f.group_name ~= '' then
     redis.call('HSET', f.job, 'group', f.group_name)
@@ -119,6 +120,8 @@ local function finish(f)
   local booked = redis.call('HMGET', f.job, 'counted', 'tenant')
   if booked[1] and booked[2] then
     if number_at(f.quota) > 0 then redis.pcall('DECR', f.quota) end
+    -- Tenants can be any number, and may never come back.
+    if number_at(f.quota) <= 0 then redis.call('EXPIRE', f.quota, f.result_ttl) end
   end
   if f.running then redis.call('SREM', f.running, f.lane .. ' ' .. f.entry) end
   redis.call('HDEL', f.job, 'counted')

@@ -63,8 +63,9 @@ def test_int8_has_the_same_bits_with_and_without_the_kernels(
         assert torch.equal(ours(x), other(x))
 
 
-def test_int8_is_within_half_a_step_of_each_factor() -> None:
-    weight, x = torch.randn(96, 576), torch.randn(20, 576)
+@pytest.mark.parametrize("inputs", [1, 2, 3, 5, 576])
+def test_int8_is_within_half_a_step_of_each_factor(inputs: int) -> None:
+    weight, x = torch.randn(96, inputs), torch.randn(20, inputs)
     got = Linear(weight.bfloat16(), int8=True)(x.bfloat16()).double()
     w, y = weight.bfloat16().double(), x.bfloat16().double()
     w_step, x_step = w.abs().amax(1) / 127, y.abs().amax(1) / 127

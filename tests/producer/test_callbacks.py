@@ -124,6 +124,51 @@ def test_what_must_not_be_called_is_a_dead_letter_at_once(queue: Queue, receiver
     assert {letter["id"]: letter["reason"] for letter in dead(queue)}["never-was"] == "the result has expired"
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"id": "of-another-type"}, "no result"),
+        ({"id": ""}, "the id"),
+        ({"id": "a b"}, "the id"),
+        ({"id": "a\r\nx: y"}, "the id"),
+        ({"id": "世"}, "the id"),
+        ({"id": "b", "url": "http://localhost/\x7f"}, "characters"),
+    ],
+)
+def test_an_entry_that_no_worker_wrote_ends_alone(
+    queue: Queue, receiver: Receiver, deliver: Deliver, fields: dict[Any, Any], reason: str
+) -> None:
+    if fields["id"] == "of-another-type":
+        queue.redis.rpush(queue.keys.result(fields["id"]), "x")
+    else:
+        queue.redis.set(queue.keys.result(fields["id"]), "{}")
+    queue.redis.xadd(queue.keys.callbacks, {"url": receiver.url(), **fields})
+    ended(queue, "good", receiver.url())
+    deliver(lambda: at_rest(queue), replace(SETTINGS, lease_s=0.2, timeout_s=0.1))
+    assert [one.headers["webhook-id"] for one in receiver.received] == ["good"]
+    assert [(letter["id"], reason in letter["reason"]) for letter in dead(queue)] == [(fields["id"], True)]
+
+
+def test_a_count_of_tries_that_no_worker_wrote_counts_as_none(
+    queue: Queue, receiver: Receiver, deliver: Deliver
+) -> None:
+    queue.redis.set(queue.keys.result("a"), "{}")
+    queue.redis.xadd(queue.keys.callbacks, {"id": "a", "url": receiver.url(), "attempts": "9" * 5000})
+    deliver(lambda: receiver.received)
+    assert at_rest(queue)
+
+
+def test_a_callback_may_have_any_number_of_tries(queue: Queue, deliver: Deliver) -> None:
+    def send(*_: object) -> None:
+        raise Undelivered("not now")
+
+    queue.redis.set(queue.keys.result("a"), "{}")
+    queue.redis.xadd(queue.keys.callbacks, {"id": "a", "url": "https://localhost/", "attempts": "1000"})
+    settings = replace(SETTINGS, max_attempts=2000)
+    tally = deliver(lambda: queue.redis.zcard(queue.keys.callbacks_delayed), settings, send=send)
+    assert tally["put_off"] == 1
+
+
 def test_without_leave_a_private_address_is_not_called(queue: Queue, receiver: Receiver, deliver: Deliver) -> None:
     ended(queue, "a", receiver.url())
     deliver(lambda: dead(queue), replace(SETTINGS, dangerously_allow_private=False))

@@ -456,6 +456,19 @@ class TestFinalise:
         assert raw[-1] == {b"type": b"final", b"status": b"succeeded"}
         assert len(raw) == 2
 
+    def test_the_quota_of_a_tenant_without_jobs_expires(self, queue: Queue) -> None:
+        scripts, quota = queue.scripts(), queue.keys.quota("t")
+        for job_id in ("a", "b"):
+            scripts.enqueue(JobEntry(job_id, BODY, tenant="t"))
+        lives = []
+        for job_id in ("a", "b"):
+            scripts.cancel(job_id)
+            lives.append(queue.redis.ttl(quota))
+        assert lives[0] == -1
+        assert lives[1] > 0
+        scripts.enqueue(JobEntry("c", BODY, tenant="t"))
+        assert (queue.redis.get(quota), queue.redis.ttl(quota)) == (b"1", -1)
+
     def test_quota_falls_only_for_jobs_that_were_counted_and_never_below_zero(self, queue: Queue) -> None:
         scripts = queue.scripts()
         scripts.enqueue(JobEntry("counted", BODY, tenant="t"))

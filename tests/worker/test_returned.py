@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import MagicMock
+
 import pytest
 import redis
 
@@ -11,6 +13,10 @@ from producer.protocol.scripts import CancelReply, Delivery, Ref, Scripts, Start
 from tests.support import eventually
 from tests.worker.fakes import FakeEngine
 from tests.worker.harness import Queue, inside
+from worker.cli import settings_from
+from worker.held import Held
+from worker.intake import Intake
+from worker.sweeper import Sweeper
 
 BODY = {"prompt": "x", "max_tokens": 2}
 
@@ -64,6 +70,46 @@ def test_what_found_a_holder_otherwise_is_not_taken_from_it(queue: Queue) -> Non
     assert theirs.read(5) == []
     assert ours.renew([ref]) == []
     assert not queue.client.exists(queue.keys.returned, queue.keys.result(gone))
+
+
+@pytest.mark.parametrize("room", [1, 2, 5])
+def test_what_comes_back_again_and_again_leaves_places_for_what_is_new(queue: Queue, room: int) -> None:
+    ours = scripts(queue, "a")
+    for _ in range(20):
+        queue.add(BODY)
+    for ref in refs(ours.read(20)):
+        ours.yield_(ref, idle_ms=30_000, due_in_ms=0)
+    new = queue.add(BODY)
+    found: list[Ref] = []
+    while new not in (ids := {ref.id for ref in found}):
+        found = refs(ours.read(room))
+        assert len(found) == room
+        for ref in found:
+            ours.yield_(ref, idle_ms=30_000, due_in_ms=0)
+    assert len(ids) == room
+    assert len(refs(ours.read(30))) == 21
+
+
+def test_sweeps_that_find_more_and_more_leave_every_other_look_to_what_is_new(queue: Queue) -> None:
+    """As they do while jobs that a cap holds up become due faster than they are looked at."""
+    ours = scripts(queue, "a")
+    seen: list[bool] = []
+
+    class Full(Sweeper):
+        def sweep(self, room: int) -> list[Delivery]:
+            return [Delivery("normal", f"1-{n}", {b"id": b"old"}) for n in range(room)]
+
+    class Looks(Intake):
+        def _accept(self, found: list[Delivery], sent: float) -> None:
+            seen.append(found[0].fields[b"id"] == b"old")
+
+    held, parts = Held(), MagicMock()
+    sweeper = Full(ours, held, parts, 30, 15, parts)
+    looks = Looks(settings_from({"model": "fake"}), ours, queue.client, held, parts, parts, sweeper, *[parts] * 5)
+    for _ in range(4):
+        queue.add(BODY)
+        assert looks.round()
+    assert seen == [True, False, True, False]
 
 
 class TestRunningCap:

@@ -6,7 +6,7 @@ import json
 import os
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -96,6 +96,12 @@ def test_outputs_belong_to_one_input(tmp_path: Path) -> None:
     assert (tmp_path / "foreign").read_bytes() == answer("a")
 
 
+def test_the_error_file_cannot_be_the_note(tmp_path: Path) -> None:
+    with pytest.raises(BatchError, match="name another error file"):
+        Outputs(tmp_path / "out", tmp_path / "out.state", DIGEST)
+    assert not (tmp_path / "out.state").exists()
+
+
 def test_who_removes_the_outputs_begins_anew(tmp_path: Path) -> None:
     with Outputs(tmp_path / "out", None, DIGEST) as outputs:
         outputs.append([answer("a")], [])
@@ -126,7 +132,7 @@ def test_lines_of_another_file_are_told(tmp_path: Path) -> None:
         outputs._output._file.truncate(0)
         outputs.append([answer("a")], [])
     with (tmp_path / "out").open("ab") as file:
-        file.write(b"nonsense\n")
+        file.write(b'{"custom_id":"b","response":5}\n')
     with (
         Outputs(tmp_path / "out", None, DIGEST) as outputs,
         index_of(tmp_path, "a") as index,
@@ -196,3 +202,11 @@ def test_what_is_no_regular_file_is_refused_before_anything_is_written(
         Outputs(Path(name), None, DIGEST)
     assert list(tmp_path.iterdir()) == []
     assert not Path("/dev/null.state").exists()
+
+
+def test_a_plan_may_be_left_in_the_middle(tmp_path: Path) -> None:
+    with index_of(tmp_path, "a", "b") as index:
+        plan = index.plan()
+        assert isinstance(plan, Generator)
+        next(plan)
+    plan.close()

@@ -116,6 +116,16 @@ def test_a_full_queue_is_waited_for(
     files.check()
 
 
+def test_an_end_makes_room_in_a_full_queue_at_once(
+    tmp_path: Path, client: Client, queue: Queue, worker: MiniWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flight, "IDLE_MS", 3_600_000)
+    queue.redis.hset(queue.keys.meta, "max_depth", 2)
+    files = Files(tmp_path, requests(20))
+    files.run(client, window=10)
+    files.check()
+
+
 def test_lines_of_one_system_prompt_go_out_together(tmp_path: Path, client: Client, queue: Queue) -> None:
     lines = []
     for number in range(9):
