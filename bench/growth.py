@@ -71,6 +71,8 @@ def draw(series: Series, file: Path) -> None:
     left.set_ylabel("tokens a second", color="tab:blue")
     right.set_ylabel("ms of a step outside the forward", color="tab:red")
     right.set_ylim(0, max(1.0, 1.2 * max(p.overhead for p in series.points)))
+    left.set_xticks(x, [f"{p.x:,}" for p in series.points])
+    left.minorticks_off()
     left.grid(alpha=0.3)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110)
