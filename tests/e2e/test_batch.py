@@ -157,9 +157,10 @@ def test_bodies_of_any_size_are_answered_by_the_worker_and_stop_nobody(tmp_path:
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.timeout(1200)
-def test_a_batch_on_the_real_model_survives_kill_9_of_everybody(tmp_path: Path, own: Queue) -> None:
+@pytest.mark.parametrize("seed", range(10))
+def test_a_batch_on_the_real_model_survives_kill_9_of_everybody(tmp_path: Path, own: Queue, seed: int) -> None:
     """Greedy texts do not depend on what ran beside them or before a kill."""
-    rng = random.Random(3)
+    rng = random.Random(seed)
     systems = [f"You are assistant number {number}, and you answer in one short sentence." for number in range(4)]
     requests = []
     for number in range(500):
