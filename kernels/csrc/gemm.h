@@ -30,7 +30,7 @@ INLINE void multiply(const uint8_t* x, int64_t stride, const uint8_t* w, int64_t
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) weights[n] = load_u(w + n / 2 * panel + n % 2 * 64);
 #pragma GCC unroll 4
-        for (int i = 0; i < AHEAD; i++)  _mm_prefetch(reinterpret_cast<const char*>(fetched + 64 * i), _MM_HINT_T0);
+        for (int i = 0; i < AHEAD; i++) _mm_prefetch(reinterpret_cast<const char*>(fetched + 64 * i), _MM_HINT_T0);
 #pragma GCC unroll 6
         for (int m = 0; m < M; m++) {
             int pair;

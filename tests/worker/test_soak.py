@@ -161,7 +161,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.redis_server
 def test_memory_and_books_are_flat_over_hundreds_of_jobs(own_redis: RedisServer, model: Path, quiet: None) -> None:
-    soak(own_redis, model, jobs=600, rounds=3, slack=24 << 20)
+    soak(own_redis, model, jobs=600, rounds=3, slack=16 << 20)
 
 
 @pytest.mark.redis_server
