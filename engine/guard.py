@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -21,11 +23,18 @@ from typing import Any
 import llguidance
 
 SECONDS = 3.0
-"""To compile a grammar and to find its first ids."""
+"""CPU time to compile a grammar and to find its first ids: a busy machine changes no verdict."""
+WALL_SECONDS = 30.0
+"""After which a child without an answer is given up, though it had little CPU time: that is not the grammar's fault."""
 START_SECONDS = 60.0
 """For the child to start and read the tokenizer, on a machine that is busy loading a model."""
+TRIES = 2
+"""Children that look at a grammar before it is given up as undecided."""
 MEGABYTES = 48
 """By which the child may have grown with a grammar in it."""
+_TOO_LARGE = 3
+_FAILED = 4
+"""Exit statuses of a child: it has grown too much; llguidance raised in it."""
 _STACK_BYTES = 1 << 20
 _SPARE_BYTES = 1 << 30
 """Address space of the child beyond what it has at the start: ends a runaway before it hurts."""
@@ -43,37 +52,73 @@ def compile_source(tokenizer: llguidance.LLTokenizer, source: str) -> llguidance
 
 
 class GuardFailed(RuntimeError):
-    """The child cannot be started."""
+    """The child cannot be started, or was ended from outside: nothing is known of the grammar."""
+
+
+class _Killed(Exception):
+    """The child ended, or said nothing, for a reason that the grammar did not give."""
 
 
 class Guard:
     """The child and the way to it. Any thread may call `problem`; one grammar is tried at a time."""
 
     def __init__(self, tokenizer_json: str, n_vocab: int, eos_token_ids: list[int], seconds: float = SECONDS) -> None:
-        self._setup = json.dumps([tokenizer_json, n_vocab, eos_token_ids]).encode()
+        """`seconds`: CPU time for one grammar."""
+        self._setup = json.dumps([tokenizer_json, n_vocab, eos_token_ids, seconds]).encode()
         self._seconds = seconds
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
 
     def problem(self, source: str) -> str | None:
-        """What is wrong with this grammar, in llguidance's words or ours; None: it can be compiled here.
+        """Try a grammar in the child; returns what is wrong with it, or None if it can be compiled here.
 
         Raises:
-            GuardFailed: nothing is known of it.
+            GuardFailed: the child cannot be started, or was ended from outside, several times: ask again later.
         """
         with self._lock:
-            pipe = self._pipe or self._start()
-            try:
-                pipe.send_bytes(source.encode())
-                if pipe.poll(self._seconds):
-                    answer: str | None = json.loads(pipe.recv_bytes())
-                    return answer
-                why = f"it takes more than {self._seconds:g} s to compile"
-            except (EOFError, OSError):
-                why = "it is nested too deeply, or takes too much memory to compile"
-            self._stop()
-            return why
+            for _ in range(TRIES):
+                try:
+                    return self._try(source)
+                except _Killed:
+                    self._stop()
+            raise GuardFailed("the process that tries grammars was ended from outside, or had no time to run")
+
+    def _try(self, source: str) -> str | None:
+        """Ask the child once.
+
+        Raises:
+            _Killed: it gave no verdict, and its end gives none.
+        """
+        pipe = self._pipe or self._start()
+        try:
+            pipe.send_bytes(source.encode())
+            if pipe.poll(WALL_SECONDS):
+                answer: str | None = json.loads(pipe.recv_bytes())
+                return answer
+        except (EOFError, OSError):
+            return self._verdict_of_end()
+        raise _Killed
+
+    def _verdict_of_end(self) -> str:
+        """Why the child ended, where that tells something of the grammar."""
+        child = self._child
+        if child is None:
+            raise _Killed
+        try:
+            status = child.wait(START_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise _Killed from None
+        self._stop()
+        if status == -signal.SIGPROF:
+            return f"it takes more than {self._seconds:g} s to compile"
+        if status == _TOO_LARGE:
+            return f"it takes more than {MEGABYTES} MiB to compile"
+        if status == _FAILED:
+            return "its compiler fails"
+        if status in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS):
+            return "it is nested too deeply, or takes too much memory to compile"
+        raise _Killed
 
     def close(self) -> None:
         """End the child."""
@@ -125,7 +170,7 @@ def _memory() -> tuple[int, int]:
 
 
 def _serve(pipe: Connection) -> None:
-    tokenizer_json, n_vocab, eos = json.loads(pipe.recv_bytes())
+    tokenizer_json, n_vocab, eos, seconds = json.loads(pipe.recv_bytes())
     tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=n_vocab, eos_token=eos)
     compile_source(tokenizer, llguidance.LLMatcher.grammar_from_regex("a"))  # what is built once is built now
     size, base = _memory()
@@ -133,17 +178,20 @@ def _serve(pipe: Connection) -> None:
     pipe.send_bytes(b"null")
     while True:
         source = pipe.recv_bytes().decode()
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
         matcher = compile_source(tokenizer, source)
         problem: Any = matcher.get_error() if matcher.is_error() else None
         if problem is None and _memory()[1] - base > MEGABYTES << 20:
-            return  # the parent takes it for what it is, and the next child starts small again
+            os._exit(_TOO_LARGE)  # the next child starts small again
         copy = matcher.deep_copy()
         del matcher, copy  # freeing recurses too
+        signal.setitimer(signal.ITIMER_PROF, 0)
         pipe.send_bytes(json.dumps(problem).encode())
 
 
 def _main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     with Connection(int(sys.argv[1])) as pipe:
         threading.stack_size(_STACK_BYTES)
         thread = threading.Thread(target=_quietly, args=(pipe,))
@@ -152,8 +200,14 @@ def _main() -> None:
 
 
 def _quietly(pipe: Connection) -> None:
-    with contextlib.suppress(EOFError, OSError):  # the parent is gone
+    try:
         _serve(pipe)
+    except (EOFError, OSError):
+        return  # the parent is gone
+    except MemoryError:
+        os._exit(_TOO_LARGE)
+    except BaseException:  # noqa: BLE001 — a panic of llguidance is no Exception; the status tells the parent
+        os._exit(_FAILED)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,10 @@ class GrammarError(RequestError):
     """What a text is to match cannot be compiled."""
 
 
+class GrammarUndecided(Exception):
+    """Whether a grammar can be compiled was not found out; that is this process's fault, not the grammar's."""
+
+
 class PromptTooLong(RequestError):
     """The prompt can never fit, whatever else finishes ("no room ever", as opposed to "no room now")."""
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from math import inf
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import llguidance
 import llguidance.torch
@@ -17,21 +19,34 @@ import orjson
 import torch
 from torch import Tensor
 
-from engine.guard import Guard, compile_source
-from engine.request import GrammarError
+from engine.guard import Guard, GuardFailed, compile_source
+from engine.patterns import translate
+from engine.request import GrammarError, GrammarUndecided
+from engine.schema import prepare
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-__all__ = ["Grammar", "GrammarCompiler", "GrammarError", "GuidanceMatcher", "Matcher", "apply_masks"]
+__all__ = [
+    "Grammar",
+    "GrammarCompiler",
+    "GrammarError",
+    "GrammarUndecided",
+    "GuidanceMatcher",
+    "Matcher",
+    "apply_masks",
+]
 
 Kind = Literal["json_object", "json", "regex", "grammar", "choice"]
 
 MAX_SPEC_BYTES = 256 * 1024
 """Larger schemas, patterns and grammars are refused."""
+REFUSED_SECONDS = 60.0
+"""How long a refusal is remembered: what was refused for its cost may pass on a quieter machine."""
 _LINE = 200
-_JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": False}
-"""Compact JSON: free white space would let a model go on for ever without breaking a rule."""
+_JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'}
+"""Compact JSON: free white space would let a model go on for ever without breaking a rule. No `\\uXXXX`: an open object
+could otherwise repeat a property under an escaped name, past that property's schema."""
 
 
 class Matcher(Protocol):
@@ -101,17 +116,24 @@ class GuidanceMatcher:
         return explain(self._matcher.get_error()) if self._matcher.is_error() else None
 
 
-class GrammarCompiler:
-    """Compiles grammars for one tokenizer, and remembers them and what it refused. Any thread may call it.
+class _Known(NamedTuple):
+    """What came of compiling a grammar, and until which `time.monotonic()` that is remembered."""
 
-    A new grammar is tried in another process first, see `engine.guard`.
+    outcome: Grammar | GrammarError
+    until: float
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer, and remembers them, and for a while what it refused.
+
+    A new grammar is tried in another process first, see `engine.guard`. Any thread may call `compile`.
     """
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, guard: Guard | None = None, cache_size: int = 128) -> None:
         self._tokenizer = tokenizer
         self._guard = guard
         self._size = cache_size
-        self._cache: OrderedDict[tuple[Kind, str], Grammar | GrammarError] = OrderedDict()
+        self._cache: OrderedDict[tuple[Kind, str], _Known] = OrderedDict()
         self._lock = threading.Lock()
 
     def compile(self, kind: Kind, spec: Any) -> Grammar:
@@ -119,24 +141,31 @@ class GrammarCompiler:
 
         Raises:
             GrammarError: it is not one, is too large, or uses what is not supported; the message names it.
+            GrammarUndecided: nothing was found out, and nothing is remembered: ask again later.
         """
         text = spec if isinstance(spec, str) else json.dumps(spec, ensure_ascii=False)
         if len(text.encode(errors="surrogatepass")) > MAX_SPEC_BYTES:
             raise GrammarError(f"larger than {MAX_SPEC_BYTES} bytes")
         key = (kind, text)
-        with self._lock:
-            known = self._cache.get(key)
-            if known is not None:
-                self._cache.move_to_end(key)
+        known = self._find(key)
         if known is None:
-            known = self._compile(kind, spec)
+            outcome = self._compile(kind, spec)
+            known = _Known(outcome, time.monotonic() + (REFUSED_SECONDS if isinstance(outcome, GrammarError) else inf))
             with self._lock:
                 self._cache[key] = known
                 while len(self._cache) > self._size:
                     self._cache.popitem(last=False)
-        if isinstance(known, GrammarError):
-            raise GrammarError(str(known))
-        return known
+        if isinstance(known.outcome, GrammarError):
+            raise GrammarError(str(known.outcome))
+        return known.outcome
+
+    def _find(self, key: tuple[Kind, str]) -> _Known | None:
+        with self._lock:
+            known = self._cache.get(key)
+            if known is None or known.until < time.monotonic():
+                return None
+            self._cache.move_to_end(key)
+            return known
 
     def _compile(self, kind: Kind, spec: Any) -> Grammar | GrammarError:
         try:
@@ -147,6 +176,8 @@ class GrammarCompiler:
             return GrammarError("nested too deeply")
         except GrammarError as error:
             return error
+        except GuardFailed as error:
+            raise GrammarUndecided(str(error)) from error
         except (ValueError, TypeError) as error:
             return GrammarError(explain(str(error)))
 
@@ -161,21 +192,17 @@ def _source(kind: Kind, spec: Any) -> str:
         case "json_object":
             return _json_source({"type": "object"})
         case "json":
-            return _json_source(orjson.loads(spec) if isinstance(spec, str) else spec)
+            return _json_source(prepare(orjson.loads(spec) if isinstance(spec, str) else spec))
         case "regex":
-            return llguidance.LLMatcher.grammar_from_regex(spec)
+            return llguidance.LLMatcher.grammar_from_regex(translate(spec))
         case "choice":
             return llguidance.LLMatcher.grammar_from_regex("|".join(f"({_literal(option)})" for option in spec))
         case "grammar":
             return llguidance.grammar_from("grammar", spec)
 
 
-def _json_source(schema: Any) -> str:
-    if not isinstance(schema, dict | bool):
-        raise GrammarError("a JSON schema is an object, true or false")
-    if schema is False:
-        raise GrammarError("nothing is valid under the schema false")
-    return llguidance.LLMatcher.grammar_from_json_schema({} if schema is True else schema, overrides=_JSON_OPTIONS)
+def _json_source(schema: dict[str, Any]) -> str:
+    return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
 
 
 def _literal(text: str) -> str:

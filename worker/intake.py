@@ -6,26 +6,29 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import redis
 import structlog
 
-from engine.request import Request
+from engine.request import GrammarUndecided, Request
 from producer.protocol.errors import ErrorCode, JobError
 from producer.protocol.job import identify, parse_entry
 from producer.protocol.keys import GROUP, LANES
 from producer.protocol.scripts import Delivery, Ref, Scripts
 from worker.blame import Quarantine
 from worker.exits import Exit
-from worker.held import Held, Job
+from worker.held import Held, Job, Structure
 from worker.link import Contact, RedisClock, no_group, passing
 from worker.loop import Add, EngineLoop
-from worker.results import Answer, kills_readers
+from worker.results import Answer, kills_readers, no_grammar
 from worker.settings import Settings
 from worker.sweeper import Sweeper
 from worker.threads import Mailbox, Stop
 from worker.translate import Translator
+
+if TYPE_CHECKING:
+    from engine.structured import Grammar
 
 log = structlog.get_logger()
 
@@ -33,6 +36,8 @@ T = TypeVar("T")
 
 COMPILERS = 2
 """Threads that compile grammars while their jobs wait and others are read."""
+GRAMMAR_PAUSES = (0.5, 2.0, 8.0)
+"""Seconds before each new try of a grammar, where the process that tries them failed."""
 LOGGED_BYTES = 64 * 1024
 """Of a body, with `--log-prompts`."""
 PAUSE_SECONDS = 0.2
@@ -236,9 +241,26 @@ class Intake:
         """On a thread of the pool. A job that was lost meanwhile is stopped at the gate."""
         structure = job.structure
         if structure is not None and self._held.owns(job):
-            request.grammar = self._try(job, lambda: self._translator.grammar(structure))
+            request.grammar = self._try(job, lambda: self._grammar(job, structure))
             if request.grammar is not None:
                 self._loop.post(Add(request))
+
+    def _grammar(self, job: Job, structure: Structure) -> Grammar | None:
+        """Compile, again after a pause where this worker and not the grammar is at fault; None if the worker stops.
+
+        Raises:
+            JobError: it cannot be compiled, or this worker still cannot tell.
+        """
+        pauses = list(GRAMMAR_PAUSES)
+        while True:
+            try:
+                return self._translator.grammar(structure)
+            except GrammarUndecided as error:
+                log.warning("grammar_undecided", id=job.id, message=str(error), tries_left=len(pauses))
+                if not pauses:
+                    raise no_grammar(structure.key, str(error)) from None
+            if self._stop.wait(pauses.pop(0)):
+                return None
 
     def _try(self, job: Job, work: Callable[[], T]) -> T | None:
         """Do it, or answer the job with what is wrong."""

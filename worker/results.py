@@ -63,6 +63,12 @@ def kills_readers() -> JobError:
     return JobError(ErrorCode.GAVE_UP, message, cause=ErrorCode.WORKER_LOST)
 
 
+def no_grammar(key: str, reason: str) -> JobError:
+    """The end of a job whose grammar this worker could not try, though the job may be sound."""
+    message = f"{key}: given up unread, this worker cannot compile grammars now: {reason}"
+    return JobError(ErrorCode.GAVE_UP, message, cause=ErrorCode.ENGINE_ERROR)
+
+
 class Results:
     """Knows what every result of this worker has in common."""
 

@@ -128,6 +128,7 @@ class Translator:
 
         Raises:
             JobError: it is not a grammar, or uses what is not supported.
+            GrammarUndecided: this worker could not find out; the job is not at fault.
         """
         try:
             return self._model.grammars.compile(structure.kind, structure.spec)

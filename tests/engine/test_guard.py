@@ -17,7 +17,7 @@ import pytest
 
 from engine.guard import Guard, GuardFailed
 from engine.models.chat import Tokenizer
-from engine.structured import MAX_SPEC_BYTES, Grammar, GrammarCompiler, GrammarError
+from engine.structured import MAX_SPEC_BYTES, REFUSED_SECONDS, Grammar, GrammarCompiler, GrammarError, GrammarUndecided
 from tests.engine.grammars import tokenizer as letter_tokenizer
 from tests.models import tiny
 from tests.support import eventually
@@ -136,17 +136,61 @@ def _guard(**options: Any) -> Guard:
     return Guard(Tokenizer(tiny.tokenizer())._backend.to_str(), 320, [2], **options)
 
 
-def test_a_child_that_was_killed_is_replaced() -> None:
+SOURCE = '{"grammars":[{"lark_grammar":"start: \\"a\\""}]}'
+
+
+def test_a_child_that_was_killed_is_replaced_and_the_grammar_is_tried_again() -> None:
     guard = _guard()
-    source = '{"grammars":[{"lark_grammar":"start: \\"a\\""}]}'
-    assert guard.problem(source) is None
+    assert guard.problem(SOURCE) is None
     assert guard._child is not None
     guard._child.kill()
     guard._child.wait()
-    assert guard.problem(source) is not None
-    assert guard.problem(source) is None
+    assert guard.problem(SOURCE) is None
     guard.close()
     assert guard._child is None
+
+
+def test_a_child_without_time_to_run_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = _guard()
+    assert guard.problem(SOURCE) is None
+    assert guard._child is not None
+    monkeypatch.setattr("engine.guard.WALL_SECONDS", 0.5)
+    guard._child.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(guard, "_start", lambda start=guard._start: [monkeypatch.undo(), start()][1])
+    assert guard.problem(SOURCE) is None
+    guard.close()
+
+
+def test_children_that_keep_dying_give_no_verdict_and_nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = _guard()
+    start = guard._start
+
+    def start_and_kill() -> Any:
+        pipe = start()
+        assert guard._child is not None
+        guard._child.kill()
+        return pipe
+
+    compiler = GrammarCompiler(letter_tokenizer(), guard)
+    monkeypatch.setattr(guard, "_start", start_and_kill)
+    with pytest.raises(GrammarUndecided):
+        compiler.compile("regex", "a")
+    monkeypatch.setattr(guard, "_start", start)
+    assert compiler.compile("regex", "a")
+    guard.close()
+
+
+def test_a_refusal_is_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts = ["it takes more than 3 s to compile", None]
+    guard = _guard()
+    monkeypatch.setattr(guard, "problem", lambda source: verdicts.pop(0))
+    compiler = GrammarCompiler(letter_tokenizer(), guard)
+    for _ in range(2):  # the second answer is remembered
+        with pytest.raises(GrammarError, match="3 s"):
+            compiler.compile("regex", "a")
+    now = time.monotonic()
+    monkeypatch.setattr("engine.structured.time.monotonic", lambda: now + REFUSED_SECONDS + 1)
+    assert compiler.compile("regex", "a")
 
 
 def test_what_takes_too_long_is_refused_and_many_threads_may_ask() -> None:

@@ -20,7 +20,7 @@ from engine.outputs import (
     StepOutput,
     TokenLogprobs,
 )
-from engine.request import GrammarError, InvalidRequest, PromptTooLong, Request
+from engine.request import GrammarError, GrammarUndecided, InvalidRequest, PromptTooLong, Request
 from engine.sequence import FinishReason
 
 POISON = 66
@@ -47,10 +47,11 @@ class FakeTokenizer:
 
 @dataclass
 class FakeCompiler:
-    """Knows every grammar but the pattern `bad`; `slow` ones wait for `release`."""
+    """Knows every grammar but the pattern `bad`; `slow` ones wait for `release`, `undecided` ones fail some times."""
 
     release: threading.Event = field(default_factory=threading.Event)
     compiled: list[tuple[str, Any]] = field(default_factory=list)
+    undecided: int = 0
 
     def compile(self, kind: Any, spec: Any) -> Any:
         if spec == "slow":
@@ -59,6 +60,9 @@ class FakeCompiler:
             raise BaseException("as pyo3 raises what Rust panics with")
         if spec == "bad":
             raise GrammarError("it is bad")
+        if spec == "undecided" and self.undecided:
+            self.undecided -= 1
+            raise GrammarUndecided("no process to try it in")
         self.compiled.append((kind, spec))
         return SimpleNamespace(kind=kind, spec=spec)
 

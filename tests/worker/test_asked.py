@@ -107,6 +107,22 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_job_alone(queue: Queue, spec
         worker.at_rest()
 
 
+@pytest.mark.parametrize(("failures", "status", "cause"), [(3, "succeeded", None), (4, "failed", "engine_error")])
+def test_a_grammar_that_could_not_be_tried_is_tried_again_and_never_called_invalid(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, failures: int, status: str, cause: str | None
+) -> None:
+    monkeypatch.setattr("worker.intake.GRAMMAR_PAUSES", (0.01, 0.01, 0.01))
+    with inside(queue) as worker:
+        worker.model.grammars.undecided = failures
+        job = queue.add({"prompt": "x", "max_tokens": 1, "structured_outputs": {"regex": "undecided"}})
+        result = queue.check_ending(job)
+        assert result["status"] == status
+        if cause is not None:
+            assert (result["error"]["code"], result["error"]["cause"]) == ("gave_up", cause)
+            assert result["error"]["message"].startswith("structured_outputs.regex: ")
+        worker.at_rest()
+
+
 def test_a_job_cancelled_while_its_grammar_is_compiled_computes_nothing(queue: Queue) -> None:
     with inside(queue) as worker:
         job = queue.add({"prompt": "x", "structured_outputs": {"regex": "slow"}})
