@@ -17,7 +17,7 @@ def _request(number: int, prompt: int, output: int) -> Request:
         str(number), [1 + (number * 7919 + i) % 30_000 for i in range(prompt)], SamplingParams(max_tokens=output)
     )
     made.arrival, made.turn = number, float(number)
-    made.sequences = [Sequence(made, 0, TextStream(lambda ids, skip: ""))]
+    made.sequences = [Sequence(made, 0, TextStream(lambda token, skip: b""))]
     return made
 
 

@@ -74,7 +74,7 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
         config,
         runner,
         cost=PreemptionCost.on(loaded.device.type, backend.block_bytes, config.block_size, loaded.num_parameters),
-        decode=loaded.tokenizer.decode,
+        token_bytes=loaded.tokenizer.token_bytes,
         num_ids=num_ids,
         eos_token_ids=loaded.generation.eos_token_ids,
     )

@@ -20,7 +20,7 @@ from engine.runner import Runner
 from engine.sampler import Sampled
 from engine.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence, SequenceStatus
-from engine.text import Decode, TextStream
+from engine.text import TextStream, TokenBytes
 
 log = structlog.get_logger()
 
@@ -54,7 +54,7 @@ class Engine:
         runner: Runner,
         *,
         cost: PreemptionCost | None = None,
-        decode: Decode,
+        token_bytes: TokenBytes,
         num_ids: int,
         eos_token_ids: frozenset[int] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
@@ -66,7 +66,7 @@ class Engine:
         """Called before the forward with requests that run for the first time. It may `cancel` or `drop` them; the step
         is then planned anew without them, and no token is computed for them."""
         self.runner = runner
-        self._decode = decode
+        self._token_bytes = token_bytes
         self._num_ids = num_ids
         self._eos = eos_token_ids
         self._clock = clock
@@ -136,7 +136,7 @@ class Engine:
         self._requests[request.id] = request
         params = request.params
         request.sequences = [
-            Sequence(request, index, TextStream(self._decode, params.stop, params.skip_special_tokens))
+            Sequence(request, index, TextStream(self._token_bytes, params.stop, params.skip_special_tokens))
             for index in range(params.n)
         ]
         self.scheduler.add(request)
@@ -278,13 +278,7 @@ class Engine:
             elif seq.num_output_tokens >= params.max_tokens:
                 seq.finish_reason = FinishReason.LENGTH
         if seq.finish_reason is not None:
-            self._let_go(seq)
-
-    def _let_go(self, seq: Sequence) -> None:
-        """Release withheld text at the end of a sequence; a stop string that this uncovers counts."""
-        stop = seq.text.finish(seq.num_output_tokens >= seq.request.params.min_tokens)
-        if stop is not None:
-            seq.stop, seq.finish_reason = stop, FinishReason.STOP
+            seq.text.finish()
 
     def _flush(self, seq: Sequence, deltas: list[Delta]) -> None:
         """Say what is new of a sequence: when there is text, and at its end, so that every id is counted once."""
@@ -308,7 +302,7 @@ class Engine:
             for seq in request.sequences:
                 if not seq.status.ended:
                     seq.finish_reason = reason
-                    seq.text.finish(stops_active=False)
+                    seq.text.finish()
                     self._flush(seq, deltas)
                     self._retire(seq, status)
             self._close(request, ending.outcome, ending.fault, ending.message, finished)

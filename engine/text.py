@@ -2,58 +2,30 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import deque
 from collections.abc import Callable, Sequence
 
-Decode = Callable[[Sequence[int], bool], str]
-"""(ids, skip special tokens) → text."""
-
-_REPLACEMENT = "\ufffd"
-_WINDOW = 8
-"""Ids to wait for a character to complete. UTF-8 takes at most 4 bytes, hence ids; a longer tail is truly broken."""
+TokenBytes = Callable[[int, bool], bytes]
+"""(id, skip special tokens) → the bytes that the id stands for."""
 
 
 class Detokenizer:
-    """Ids in, text out, one id at a time.
+    """Ids in, text out, one id at a time: the bytes of the ids, read as UTF-8.
 
-    Decodes what is new together with the window before it, since a tokenizer's spacing depends on the previous ids. The
-    text of a window that ends inside a character is withheld, but not for ever: models with broken weights emit broken
-    UTF-8 without end, and decoding all of it again at each id would be quadratic.
+    Text is withheld while its last character is incomplete, at most three bytes, however many ids without bytes
+    (special tokens) come in between. Bytes that are no UTF-8 become U+FFFD at once, so that text flows for models that
+    emit broken bytes without end.
     """
 
-    def __init__(self, decode: Decode, skip_special_tokens: bool) -> None:
-        self._decode = decode
+    def __init__(self, token_bytes: TokenBytes, skip_special_tokens: bool) -> None:
+        self._token_bytes = token_bytes
         self._skip = skip_special_tokens
-        self._context: list[int] = []
-        """Ids whose text is out already; the previous window."""
-        self._context_text = ""
-        self._fresh: list[int] = []
-        """Ids whose text is not out yet."""
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is incomplete."""
-        self._fresh.append(token)
-        text = self._new_text()
-        if text.endswith(_REPLACEMENT) and len(self._fresh) < _WINDOW:
-            return ""
-        if text:
-            self._advance()
-        elif len(self._fresh) >= _WINDOW:
-            self._fresh = self._fresh[-1:]  # ids without text (special ones); keep no more of them
-        return text
-
-    def flush(self) -> str:
-        """What is withheld, at the end of the text. A last character that is incomplete is no text and is left out."""
-        text = self._new_text().rstrip(_REPLACEMENT) if self._fresh else ""
-        self._advance()
-        return text
-
-    def _new_text(self) -> str:
-        return self._decode(self._context + self._fresh, self._skip)[len(self._context_text) :]
-
-    def _advance(self) -> None:
-        self._context, self._fresh = self._fresh, []
-        self._context_text = self._decode(self._context, self._skip) if self._context else ""
+        return self._utf8.decode(self._token_bytes(token, self._skip))
 
 
 class TextStream:
@@ -63,8 +35,8 @@ class TextStream:
     character, the one that began first. Only a real beginning of a stop string is held back, never a fixed length.
     """
 
-    def __init__(self, decode: Decode, stops: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
-        self._detokenizer = Detokenizer(decode, skip_special_tokens)
+    def __init__(self, token_bytes: TokenBytes, stops: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
+        self._detokenizer = Detokenizer(token_bytes, skip_special_tokens)
         self._stops = tuple(stops)
         self._decoded = 0
         """Characters decoded so far."""
@@ -90,14 +62,11 @@ class TextStream:
         """Count one id that has no text and belongs to the end: an end-of-sequence or stop id."""
         self._starts.append(self._decoded)
 
-    def finish(self, stops_active: bool = True) -> str | None:
-        """The last id is in: let go of everything withheld. Returns the stop string that this uncovers, if any."""
-        stop = self._search(self._detokenizer.flush(), stops_active)
-        if stop is None:
-            self._emit(self._held)
-            self._held = ""
-            self._over = True
-        return stop
+    def finish(self) -> None:
+        """The last id is in: let go of everything withheld. A last character that is incomplete is no text."""
+        self._emit(self._held)
+        self._held = ""
+        self._over = True
 
     def take(self) -> tuple[str, int]:
         """(the text that became safe to send since the last call, how many ids it carries).

@@ -7,13 +7,13 @@ it changes no state, so that threads may share it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import jinja2
 import llguidance
 
 from engine.guard import Guard
+from engine.models.pieces import Pieces
 from engine.structured import GrammarCompiler
 
 
@@ -63,6 +63,7 @@ class Tokenizer:
         self._backend.no_padding()
         self.size: int = len(hf) if vocab_size is None else min(len(hf), vocab_size)
         """Ids from here on are never sampled, and mean nothing to the model."""
+        self._pieces = Pieces(self._backend, self.size)
         self._bos: int | None = hf.bos_token_id
 
     @property
@@ -117,27 +118,15 @@ class Tokenizer:
         return str(text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`, not cleaned up. Ids that the tokenizer does not know add nothing."""
-        known = [i for i in ids if 0 <= i < self.size]
-        text: str = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
-        return text
+        """The text of `ids` where they continue another text. Ids that the tokenizer does not know add nothing."""
+        return b"".join(self.token_bytes(i, skip_special_tokens) for i in ids).decode(errors="replace")
 
-    def token_bytes(self, token: int) -> bytes:
-        """The bytes that one id stands for, which need not be whole characters; nothing for an unknown id."""
-        return self._bytes[token] if 0 <= token < self.size else b""
+    def token_bytes(self, token: int, skip_special: bool = False) -> bytes:
+        """The bytes that one id stands for, which need not be whole characters; nothing for an unknown id.
 
-    @cached_property
-    def _bytes(self) -> list[bytes]:
-        try:
-            table = self._guidance([0])
-        except ValueError:  # neither byte-level nor byte-fallback, so that each id is text
-            return [self.decode([i], skip_special_tokens=False).encode() for i in range(self.size)]
-        found = [table.decode_bytes([i]) for i in range(self.size)]
-        for name in ("<0xFF>", "ÿ"):  # the table takes this one byte for its own mark of special ids
-            token = self._backend.token_to_id(name)
-            if token is not None and token < self.size and not found[token]:
-                found[token] = b"\xff"
-        return found
+        Text is made of these bytes, log-probabilities report them, and grammars are matched against them.
+        """
+        return self._pieces.bytes_of(token, skip_special)
 
     def grammars(self, eos_token_ids: Collection[int]) -> GrammarCompiler:
         """A compiler of grammars over this tokenizer's ids, whose texts end with one of `eos_token_ids`.

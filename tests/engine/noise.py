@@ -78,7 +78,7 @@ def noise_engine(tokenizer: Tokenizer, eos: frozenset[int], ending: float = 6.0,
         **{"max_model_len": 1024, "block_size": 16, "num_blocks": 6000, "max_num_seqs": 512, **limits}  # type: ignore[arg-type]
     )
     runner = NoiseRunner(tokenizer, eos, ending)
-    return Engine(config, runner, decode=tokenizer.decode, num_ids=tokenizer.size, eos_token_ids=eos)
+    return Engine(config, runner, token_bytes=tokenizer.token_bytes, num_ids=tokenizer.size, eos_token_ids=eos)
 
 
 def constrained(request_id: str, grammar: Grammar, max_tokens: int = 400, seed: int = 0, **params: object) -> Request:

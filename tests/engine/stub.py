@@ -8,7 +8,7 @@ rounding cannot.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -117,16 +117,21 @@ class _EosHolder:
 _EOS_HOLDER = _EosHolder()
 
 
-def decode(ids: object, skip_special_tokens: bool = True) -> str:
+def token_bytes(token: int, skip_special: bool = True) -> bytes:
     """One letter an id; EOS is special."""
-    return "".join(chr(ord("a") + i) if i != EOS or not skip_special_tokens else "" for i in ids)  # type: ignore[attr-defined]
+    return chr(ord("a") + token).encode() if token != EOS or not skip_special else b""
+
+
+def decode(ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+    """The text of ids."""
+    return b"".join(token_bytes(i, skip_special_tokens) for i in ids).decode()
 
 
 def make_engine(garbage: int = 0, **limits: object) -> tuple[Engine, StubRunner]:
     """An engine over the stub; `limits` are fields of EngineConfig."""
     config = EngineConfig(**{"max_model_len": 64, "block_size": 4, "num_blocks": 64, **limits})  # type: ignore[arg-type]
     runner = StubRunner(config, garbage)
-    return Engine(config, runner, decode=decode, num_ids=VOCAB, eos_token_ids=frozenset({EOS})), runner
+    return Engine(config, runner, token_bytes=token_bytes, num_ids=VOCAB, eos_token_ids=frozenset({EOS})), runner
 
 
 def request(

@@ -8,11 +8,11 @@ import pytest
 from engine.block_manager import BlockManager, Hit, IntegrityError, Moves
 from engine.sequence import Sequence
 from engine.text import TextStream
-from tests.engine.stub import decode, request
+from tests.engine.stub import request, token_bytes
 
 
 def sequence(tokens: list[int], salt: str = "") -> Sequence:
-    return Sequence(request("r", tokens, salt=salt), 0, TextStream(decode))
+    return Sequence(request("r", tokens, salt=salt), 0, TextStream(token_bytes))
 
 
 def compute(blocks: BlockManager, seq: Sequence) -> None:

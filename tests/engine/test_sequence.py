@@ -4,11 +4,11 @@ import pytest
 
 from engine.sequence import TRANSITIONS, IllegalTransition, Sequence, SequenceStatus
 from engine.text import TextStream
-from tests.engine.stub import decode, request
+from tests.engine.stub import request, token_bytes
 
 
 def make(status: SequenceStatus) -> Sequence:
-    seq = Sequence(request("r", [1, 2, 3]), 0, TextStream(decode))
+    seq = Sequence(request("r", [1, 2, 3]), 0, TextStream(token_bytes))
     seq.status = status
     return seq
 
