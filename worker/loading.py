@@ -74,4 +74,5 @@ def load(settings: Settings) -> Loaded:
         engine, model = build_engine(settings.model_options(), settings.engine_config(), cache)
     except (LoadError, ValueError, MemoryError, RuntimeError) as error:
         raise Fatal(Exit.LOAD, f"cannot load {settings.model}: {error}") from error
+    model.tokenizer.special_tokens_in_messages = settings.special_tokens_in_messages
     return Loaded(engine, model, Translator(settings, engine, model, ChatError))

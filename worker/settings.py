@@ -76,6 +76,10 @@ class Settings(BaseModel):
     num_threads: int | None = Field(
         default=None, ge=1, description="CPU threads of the model. Default: torch's choice."
     )
+    special_tokens_in_messages: bool = Field(
+        default=False,
+        description="Read special tokens that messages spell out, such as `</s>`, as such. Off: they are text.",
+    )
 
     # Scheduling and memory
     max_num_seqs: int = Field(default=128, ge=1, description="Sequences running at once.")

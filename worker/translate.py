@@ -69,7 +69,7 @@ class Translator:
     """Knows the model's defaults and limits. Pure: any thread may call it."""
 
     def __init__(self, settings: Settings, engine: Limits, model: ModelLike, chat_error: type[Exception]) -> None:
-        """`chat_error`: what the tokenizer raises when a template refuses its messages."""
+        """`chat_error`: what the tokenizer raises when a template refuses its messages; it begins with the key."""
         self.served = settings.served_model_name or (model.name,)
         self._settings = settings
         self._engine = engine
@@ -150,7 +150,7 @@ class Translator:
         try:
             return self._tokenizer.encode_chat(chat, body.tools, **kwargs)
         except self._chat_error as error:
-            raise JobError(ErrorCode.INVALID_REQUEST, f"messages: {error}") from None
+            raise JobError(ErrorCode.INVALID_REQUEST, str(error)) from None
 
     def _check_length(self, size: int) -> None:
         """Refuse what cannot fit before a tokenizer spends seconds on it."""

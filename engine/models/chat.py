@@ -13,12 +13,14 @@ import jinja2
 import llguidance
 
 from engine.guard import Guard
+from engine.models.control import ControlText, Mask, TooManyPrivateCharacters
 from engine.models.pieces import Pieces
+from engine.models.roles import Roles
 from engine.structured import GrammarCompiler
 
 
 class ChatError(Exception):
-    """The messages can't be put in the model's chat template; the message is for their sender."""
+    """The messages can't be put in the model's chat template; the message is for their sender and begins with the key."""
 
 
 _RESERVED = frozenset(
@@ -48,8 +50,8 @@ _RESERVED = frozenset(
 class Tokenizer:
     """A model's tokenizer.
 
-    Special tokens that a text spells out are read as such, in raw prompts and in message content alike; who passes
-    text of others must strip them first.
+    Special tokens that a text spells out are read as such in raw prompts. In a conversation only those of the template
+    are: what the messages, tools and variables spell out is text, see `ControlText`.
 
     Args:
         hf: a transformers tokenizer over the `tokenizers` library.
@@ -65,6 +67,10 @@ class Tokenizer:
         """Ids from here on are never sampled, and mean nothing to the model."""
         self._pieces = Pieces(self._backend, self.size)
         self._bos: int | None = hf.bos_token_id
+        self._control = ControlText(self._backend)
+        self._roles: dict[str, Roles] = {}
+        self.special_tokens_in_messages = False
+        """Whether special tokens that messages spell out are read as such too."""
 
     @property
     def eos_token_id(self) -> int | None:
@@ -91,31 +97,79 @@ class Tokenizer:
         Raises:
             ChatError: the model has no template, or the template refuses the messages.
         """
-        text = self.render(messages, tools, **template_kwargs)
+        roles = self._check(messages, tools, template_kwargs)
+        mask: Mask = {}
+        if not self.special_tokens_in_messages:
+            try:
+                (messages, tools, template_kwargs), mask = self._control.mask((messages, tools, template_kwargs))
+            except TooManyPrivateCharacters as error:
+                raise ChatError(f"messages: {error}") from error
+        text = self._render(roles, messages, tools, template_kwargs, mask)
+        if mask:
+            return self._control.encode(text, mask)
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        if not self.special_tokens_in_messages and self._control.overlooked(text, ids):
+            return self._control.encode(text, mask)
         return ids
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, **template_kwargs: Any
     ) -> str:
-        """The text that `encode_chat` encodes."""
+        """The text that `encode_chat` encodes, control text of the messages included."""
+        return self._render(
+            self._check(messages, tools, template_kwargs), messages, tools, template_kwargs, mask={}
+        )
+
+    def _check(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
+    ) -> Roles:
+        """Refuse what no template should see, or this one has no place for; returns the roles of the template."""
         if not self.has_chat_template:
-            raise ChatError("this model has no chat template; send a prompt instead of messages")
-        if reserved := sorted(_RESERVED & set(template_kwargs)):
-            raise ChatError(f"not a variable of a chat template: {', '.join(reserved)}")
+            raise ChatError("messages: this model has no chat template; send a prompt instead of messages")
+        if reserved := sorted(_RESERVED & set(variables)):
+            raise ChatError(f"chat_template_kwargs: not a variable of a chat template: {', '.join(reserved)}")
+        roles = self._roles_of(tools)
+        if problem := roles.problem(messages):
+            raise ChatError(problem)
+        return roles
+
+    def _render(
+        self,
+        roles: Roles,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any],
+        mask: Mask,
+    ) -> str:
         try:
-            text = self._hf.apply_chat_template(
-                [dict(m) for m in messages],
-                tools=list(tools) if tools else None,
-                tokenize=False,
-                add_generation_prompt=True,
-                **template_kwargs,
-            )
+            return self._apply(messages, tools, variables)
         except jinja2.TemplateError as error:
-            raise ChatError(f"the chat template refuses the messages: {error.message or error}") from error
+            refused = roles.refused(messages)
+            where = "messages" if refused is None else f"messages[{refused}].role"
+            reason = str(error.message or error).translate(mask)
+            raise ChatError(f"{where}: the chat template refuses the messages: {reason}") from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise ChatError(f"the chat template can't render the messages: {error}") from error
+            reason = str(error).translate(mask)
+            raise ChatError(f"messages: the chat template can't render the messages: {reason}") from error
+
+    def _apply(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
+    ) -> str:
+        text = self._hf.apply_chat_template(
+            [dict(m) for m in messages],
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=True,
+            **variables,
+        )
         return str(text)
+
+    def _roles_of(self, tools: Sequence[Any] | None) -> Roles:
+        """Of the template for these tools: a model may have one with and one without."""
+        source: str = self._hf.get_chat_template(tools=list(tools) if tools else None)
+        if source not in self._roles:
+            self._roles[source] = Roles(source, lambda messages, tools: self._apply(messages, tools, {}))
+        return self._roles[source]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids` where they continue another text. Ids that the tokenizer does not know add nothing."""

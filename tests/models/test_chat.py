@@ -46,7 +46,7 @@ def test_tools_and_template_variables_reach_the_template() -> None:
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([{"role": "wizard", "content": "x"}], "unknown role wizard"),
+        ([{"role": "wizard", "content": "x"}], "'wizard' is not known to the model's chat template, which knows assistant, system, user"),
         ([{"role": "user", "content": None}], "chat template"),
         ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "chat template"),
         ([{"role": "user"}], "chat template"),
