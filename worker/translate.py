@@ -23,13 +23,6 @@ LONGEST_TOKEN = 256
 MAX_LOGPROBS = 1_000_000
 """Log-probabilities that one result may hold, of all choices and of the prompt: about 100 MB of JSON."""
 
-_OPERATORS = frozenset(
-    {"chat_template", "tokenize", "tokenizer", "conversation", "messages", "tools", "return_dict", "return_tensors"}
-    | {"padding", "truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask", "documents"}
-    | {"add_generation_prompt", "continue_final_message", "sanitize_control_tokens"}
-)
-"""Arguments of the template machinery that a sender must not reach through `chat_template_kwargs`."""
-
 
 class TokenizerLike(Protocol):
     """What the worker needs of `engine.models.chat.Tokenizer`."""
@@ -144,9 +137,6 @@ class Translator:
         chat = body.chat or []
         self._check_length(sum(len(str(message.get("content") or "").encode()) for message in chat))
         kwargs = body.chat_template_kwargs or {}
-        for name in kwargs:
-            if name in _OPERATORS:
-                raise JobError(ErrorCode.INVALID_REQUEST, f"chat_template_kwargs: {name} cannot be set by a job")
         try:
             return self._tokenizer.encode_chat(chat, body.tools, **kwargs)
         except self._chat_error as error:

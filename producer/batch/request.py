@@ -91,16 +91,7 @@ def _chat(ours: Json) -> Json:
         raise Unsupported("prompt", f"does not belong to {CHAT}")
     if "messages" not in ours:
         raise Unsupported("messages", "is missing")
-    if isinstance(ours["messages"], list):
-        ours["messages"] = [_message(one) for one in ours["messages"]]
     return ours
-
-
-def _message(message: Any) -> Any:
-    """Without what OpenAI's own answers carry empty."""
-    if not isinstance(message, dict):
-        return message
-    return {key: value for key, value in message.items() if value is not None and value != []}
 
 
 def _completion(ours: Json) -> Json:

@@ -83,8 +83,8 @@ class Validator:
         for key in _KEYS:
             if line.get(key) is None:
                 raise _Bad("missing_required_parameter", f"{key} is missing")
-        if len(line) > len(_KEYS):
-            unknown = next(key for key in line if key not in _KEYS)
+        unknown = next((key for key, value in line.items() if key not in _KEYS and value is not None), None)
+        if unknown is not None:
             raise _Bad("unknown_parameter", f"unknown key {clean(unknown, 64)!r}")
         custom_id, method, url, body = (line[key] for key in _KEYS)
         if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:

@@ -3,7 +3,7 @@
     parse_body(raw: bytes, max_bytes: int = MAX_BODY_BYTES) -> Body     # raises JobError
     encode_body(params: Mapping[str, Any]) -> bytes                     # a producer's side, checked by the same rules
 
-Absent and null are the same. `Body` holds what was asked; defaults come from the model later: an absent value is None.
+Absent and null are the same, in nested objects too; only inside what users define (`_FREE`) null is a value. `Body` holds what was asked; defaults come from the model later: an absent value is None.
 Derived readings: `Body.output_limit`, `.stops`, `.bias`, `.top_logprobs_count`, `.structure`, `.chat`.
 
 A field's description completes the sentence "<key>: must be …" that its sender reads when the value is wrong.
@@ -29,6 +29,15 @@ MAX_DEPTH: Final = 64
 MAX_BIAS: Final = 1024
 _TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")
 _MAX_ID = 2**31 - 1
+
+_FREE = frozenset({"arguments", "parameters", "schema", "json", "metadata"})
+"""Keys whose values users define: a schema's `"default": null` or an argument's `null` is a value, not an absent one."""
+OPERATORS: Final = frozenset(
+    {"chat_template", "tokenize", "tokenizer", "conversation", "messages", "tools", "return_dict", "return_tensors"}
+    | {"padding", "truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask", "documents"}
+    | {"add_generation_prompt", "continue_final_message", "sanitize_control_tokens"}
+)
+"""Arguments of the template machinery that a job must not reach through `chat_template_kwargs`."""
 
 Json = dict[str, Any]
 
@@ -62,6 +71,8 @@ class Message(_Strict):
     tool_calls: Annotated[list[Json], _First()] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    annotations: Annotated[list[Json] | None, _First()] = None
+    """Of an answer of OpenAI's that is sent back; no template reads them."""
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
@@ -190,8 +201,11 @@ class Body(_Strict):
     def _consistent(self) -> Body:
         if (self.prompt is None) == (self.messages is None):
             raise _wrong("prompt: must be given, or messages, and not both")
-        if self.prompt == []:
-            raise _wrong("prompt: must not be an empty list")
+        if self.prompt is not None and not self.prompt:
+            raise _wrong("prompt: must not be empty")
+        for name in self.chat_template_kwargs or {}:
+            if name in OPERATORS:
+                raise _wrong(f"chat_template_kwargs: {name} cannot be set by a job")
         if self.messages is None and (self.tools is not None or self.chat_template_kwargs is not None):
             key = "tools" if self.tools is not None else "chat_template_kwargs"
             raise _wrong(f"{key}: needs messages")
@@ -256,7 +270,9 @@ class Body(_Strict):
             return None
         chat = []
         for message in self.messages:
-            plain = message.model_dump(exclude_none=True)
+            plain = message.model_dump(exclude_none=True, exclude={"annotations"})
+            if not message.tool_calls:
+                plain.pop("tool_calls", None)  # templates ask whether there are any by the key alone
             if isinstance(message.content, list):
                 plain["content"] = "".join(part.text for part in message.content)
             elif message.content is None:
@@ -286,7 +302,7 @@ def parse_body(raw: bytes, max_bytes: int = MAX_BODY_BYTES) -> Body:
         raise JobError(ErrorCode.INVALID_REQUEST, f"logit_bias: at most {MAX_BIAS} token ids are accepted")
     _check_depth(data)
     try:
-        return Body.model_validate(data)
+        return Body.model_validate({key: _present(value, key) for key, value in data.items()})
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False)
         raise JobError(ErrorCode.INVALID_REQUEST, _explain(details)) from None
@@ -347,6 +363,17 @@ def encode_body(params: Mapping[str, Any], max_bytes: int = MAX_BODY_BYTES) -> b
             raise JobError(ErrorCode.INVALID_REQUEST, f"{key}: must be finite")
     parse_body(raw, max_bytes)
     return raw
+
+
+def _present(value: Any, key: str) -> Any:
+    """The value of a key without what is null in it; at most `MAX_DEPTH` levels deep."""
+    if key in _FREE:
+        return value
+    if isinstance(value, dict):
+        return {name: _present(item, name) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_present(item, "") for item in value] if value and isinstance(value[0], (dict, list)) else value
+    return value
 
 
 def _check_depth(data: Json) -> None:

@@ -34,7 +34,7 @@ def test_nothing_but_a_prompt_is_needed_and_nothing_is_filled_in() -> None:
 @pytest.mark.parametrize(
     ("key", "good", "bad"),
     [
-        ("prompt", ["", "x", [1, 2]], [5, True, {}, [], [1.0], [True], ["a"], [-1], [2**31]]),
+        ("prompt", ["x", " ", [1, 2]], ["", 5, True, {}, [], [1.0], [True], ["a"], [-1], [2**31]]),
         ("max_tokens", [1, 2**31 - 1], [0, -1, 1.0, "5", True, 2**31]),
         ("max_completion_tokens", [1], [0, "1"]),
         ("min_tokens", [0, 5], [-1, 0.0]),
@@ -82,10 +82,79 @@ def test_every_key_takes_its_range_and_no_more(key: str, good: list[Any], bad: l
     assert getattr(parse_body(json.dumps(absent).encode()), key) is None
 
 
+def test_null_is_absent_in_nested_objects_too() -> None:
+    call = {"id": "c", "type": "function", "index": None, "function": {"name": "f", "arguments": "{}", "strict": None}}
+    chat = [
+        {"role": "user", "content": [{"type": "text", "text": "x", "cache": None}], "name": None},
+        {"role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None, "tool_calls": [call]},
+        {
+            "role": "assistant",
+            "content": "y",
+            "refusal": None,
+            "annotations": [],
+            "function_call": None,
+            "tool_calls": None,
+        },
+        {"role": "assistant", "content": "z", "tool_calls": [], "reasoning_content": None},
+    ]
+    tool = {"type": "function", "function": {"name": "f", "description": None, "strict": None}}
+    asked = {
+        "prompt": None,
+        "messages": chat,
+        "tools": [tool],
+        "chat_template_kwargs": {"enable_thinking": None},
+        "logit_bias": {"5": None},
+        "response_format": {"type": "json_object", "json_schema": None},
+        "structured_outputs": None,
+        "stream_options": {"include_usage": None},
+    }
+    for parsed in (parse_body(json.dumps(asked).encode()), parse_body(encode_body(asked))):
+        assert parsed.chat == [
+            {"role": "user", "content": "x"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+            },
+            {"role": "assistant", "content": "y"},
+            {"role": "assistant", "content": "z"},
+        ]
+        assert parsed.tools == [{"type": "function", "function": {"name": "f"}}]
+        assert (parsed.chat_template_kwargs, parsed.logit_bias, parsed.structure) == ({}, {}, ("json_object", None))
+
+
+def test_null_is_a_value_in_what_users_define() -> None:
+    schema = {"type": ["string", "null"], "enum": ["a", None], "default": None, "const": None}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": None}}}
+    asked = {
+        "messages": [{"role": "assistant", "tool_calls": [call]}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": None}},
+    }
+    parsed = parse_body(json.dumps(asked).encode())
+    assert parsed.structure == ("json", schema)
+    assert parsed.tools is not None
+    assert parsed.tools[0]["function"]["parameters"] == schema
+    assert parsed.chat is not None
+    assert parsed.chat[0]["tool_calls"] == [call]
+    assert body(structured_outputs={"json": schema, "regex": None}).structure == ("json", schema)
+
+
 @pytest.mark.parametrize(
     ("params", "word"),
     [
         ({"prompt": None}, "prompt"),
+        ({"prompt": None, "messages": [None]}, "messages"),
+        ({"prompt": None, "messages": [{"role": "user", "content": None}]}, "messages"),
+        ({"stop": [None]}, "stop"),
+        (
+            {
+                "prompt": None,
+                "messages": [{"role": "user", "content": "x"}],
+                "chat_template_kwargs": {"add_generation_prompt": False},
+            },
+            "chat_template_kwargs: add_generation_prompt",
+        ),
         ({"messages": [{"role": "user", "content": "x"}]}, "prompt"),
         ({"prompt": None, "messages": []}, "messages"),
         ({"prompt": None, "messages": [{"role": "user", "content": 5}]}, "messages"),

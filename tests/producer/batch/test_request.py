@@ -88,8 +88,7 @@ def test_an_answer_of_openai_can_be_a_message_again() -> None:
         "tool_calls": None,
     }
     ours = translate(CHAT, {"messages": [*MESSAGES, answer]})
-    assert ours["messages"][1] == {"role": "assistant", "content": "x"}
-    parse_body(orjson.dumps(ours))
+    assert (parse_body(orjson.dumps(ours)).chat or [])[-1] == {"role": "assistant", "content": "x"}
 
 
 @pytest.mark.parametrize(
