@@ -5,20 +5,18 @@ Key and tensor names are llama.cpp's (gguf-py `constants.py`, `tensor_mapping.py
 
 from __future__ import annotations
 
-import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers.pre_tokenizers import ByteLevel, Digits
-from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 from torch import Tensor
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import PretrainedConfig
 
 from engine.models.gguf_config import read_config
+from engine.models.gguf_tokenizer import GgufTokenizer, Vocabulary
 from engine.models.weights import LoadError
 
 _PERMUTED = {"llama", "smollm3", "granite"}
@@ -38,8 +36,6 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_UNKNOWN_TO_TRANSFORMERS = {"smollm3", "granite", "olmo2"}
-"""Architectures for which transformers makes no config from a file, and so does not choose a tokenizer's class."""
 _AFTER = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
@@ -110,8 +106,7 @@ class GgufFile:
 
     def eos_token_ids(self) -> set[int]:
         """The ids that end a turn: of the text, the turn and the message."""
-        ids = (self.field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
-        return {int(i) for i in ids if i is not None}
+        return self.vocabulary.end_ids()
 
     def rope_factor_lists(self) -> tuple[list[float], list[float]]:
         """The divisors for short and for long sequences (longrope), each empty if the file has none."""
@@ -122,22 +117,18 @@ class GgufFile:
         """See `read_config`."""
         return read_config(self)
 
-    def tokenizer(self) -> Any:
-        """A transformers tokenizer.
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens."""
+        return Vocabulary(self)
+
+    def tokenizer(self) -> GgufTokenizer:
+        """What stands for a transformers tokenizer.
 
         Raises:
-            LoadError: transformers can't convert it.
+            LoadError: it is of a kind that is not known.
         """
-        try:
-            make: Any = PreTrainedTokenizerFast if self.architecture in _UNKNOWN_TO_TRANSFORMERS else AutoTokenizer
-            tokenizer = make.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise LoadError(f"the tokenizer in {self.path} can't be read: {error}") from error
-        if self.field("tokenizer.ggml.pre") in ("smollm", "starcoder", "refact", "command-r"):
-            # llama.cpp splits every digit off before the usual pattern; the conversion leaves that out.
-            split = PreTokenizers([Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)])
-            tokenizer.backend_tokenizer.pre_tokenizer = split
-        return _without_extras(tokenizer, len(self.field("tokenizer.ggml.tokens")))
+        return GgufTokenizer(self)
 
     def metadata_keys(self) -> list[str]:
         """Of all metadata."""
@@ -161,22 +152,6 @@ class GgufFile:
     @property
     def vocab_size(self) -> int:
         return int(self._tensors["model.embed_tokens.weight"][0].shape[1])
-
-
-def _without_extras(tokenizer: Any, size: int) -> Any:
-    """Without tokens that the conversion added (a default `<|endoftext|>`): the model has no row for them."""
-    if len(tokenizer) <= size:
-        return tokenizer
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < size]
-    known = {token: getattr(tokenizer, token) for token in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    vocabulary = tokenizer.get_vocab()
-    make: Any = PreTrainedTokenizerFast
-    return make(
-        tokenizer_object=RustTokenizer.from_str(json.dumps(state)),
-        chat_template=tokenizer.chat_template,
-        **{name: token for name, token in known.items() if token is not None and vocabulary.get(token, size) < size},
-    )
 
 
 def _entries(tensor: Any, architecture: str) -> dict[str, tuple[Any, int | None]]:

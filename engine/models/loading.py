@@ -293,6 +293,7 @@ def _read_config(directory: Path) -> PretrainedConfig:
 
 
 def _tokenizer(source: _Source, vocab_size: int) -> Tokenizer:
+    hf: Any
     if source.gguf:
         hf = source.gguf.tokenizer()
     else:

@@ -3,7 +3,8 @@
     parse_body(raw: bytes, max_bytes: int = MAX_BODY_BYTES) -> Body     # raises JobError
     encode_body(params: Mapping[str, Any]) -> bytes                     # a producer's side, checked by the same rules
 
-Absent and null are the same, in nested objects too; only inside what users define (`_FREE`) null is a value. `Body` holds what was asked; defaults come from the model later: an absent value is None.
+Absent and null are the same, in nested objects too; only inside what users define (`_FREE`) null is a value. `Body`
+holds what was asked; defaults come from the model later: an absent value is None.
 Derived readings: `Body.output_limit`, `.stops`, `.bias`, `.top_logprobs_count`, `.structure`, `.chat`.
 
 A field's description completes the sentence "<key>: must be …" that its sender reads when the value is wrong.
@@ -31,7 +32,7 @@ _TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")
 _MAX_ID = 2**31 - 1
 
 _FREE = frozenset({"arguments", "parameters", "schema", "json", "metadata"})
-"""Keys whose values users define: a schema's `"default": null` or an argument's `null` is a value, not an absent one."""
+"""Keys whose values users define: null in a schema or in an argument is a value, not an absent one."""
 OPERATORS: Final = frozenset(
     {"chat_template", "tokenize", "tokenizer", "conversation", "messages", "tools", "return_dict", "return_tensors"}
     | {"padding", "truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask", "documents"}
