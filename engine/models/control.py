@@ -1,0 +1,176 @@
+"""Control text in what users send is text.
+
+A tokenizer reads the text of a special token as that token wherever it stands, so that a message which spells out
+`<|im_end|>` could end its own turn and begin one of the system. Here such text is masked before the chat template is
+rendered and unmasked after the template's own markers were found, so that only these become special tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, models
+
+_PRIVATE = range(0xF0000, 0x10FFFE)
+"""Code points that mean nothing to anybody, for the masks."""
+
+Mask = Mapping[int, str]
+"""For `str.translate`: from each character's mask back to the character. Empty: nothing was masked."""
+
+
+class TooManyPrivateCharacters(ValueError):
+    """A text that holds all characters which could be masks."""
+
+
+class ControlText:
+    """Finds and masks the text of special tokens, and encodes what was masked. Any thread may use it.
+
+    Added tokens that are not special, such as Gemma's runs of spaces or Qwen's `<think>`, are text that has an id of its
+    own: they are matched in messages as everywhere.
+
+    Args:
+        backend: a `tokenizers.Tokenizer`.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._added: dict[int, AddedToken] = {
+            i: token for i, token in backend.get_added_tokens_decoder().items() if token.content
+        }
+        self._special = {i: token for i, token in self._added.items() if token.special}
+        self._finder = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
+        self._finder.add_special_tokens(
+            [
+                AddedToken(token.content, special=True, normalized=False, single_word=token.single_word)
+                for token in self._special.values()
+            ]
+        )
+        self._folds = backend.normalizer is not None and any(token.normalized for token in self._special.values())
+        """Whether a text may be normalised into a special token, such as a wide `＜`, and so not be found here."""
+
+    def find(self, text: str) -> list[tuple[int, int]]:
+        """Where the text of a special token begins and ends in `text`, in order."""
+        found = self._finder.encode(text, add_special_tokens=False)
+        return [span for token, span in zip(found.ids, found.offsets, strict=True) if token != 0]
+
+    def mask(self, data: Any) -> tuple[Any, Mask]:
+        """`data`, which is made of JSON's types, with all control text in its strings masked character by character.
+
+        Raises:
+            TooManyPrivateCharacters: none are left for the masks.
+        """
+        spans = {text: found for text in _strings(data) if (found := self.find(text))}
+        if not spans:
+            return data, {}
+        hidden = {char for text, found in spans.items() for start, end in found for char in text[start:end]}
+        taken = {char for text in _strings(data) for char in text}
+        free = (code for code in _PRIVATE if chr(code) not in taken)
+        masks = dict(zip(sorted(hidden), map(chr, free), strict=False))
+        if len(masks) < len(hidden):
+            raise TooManyPrivateCharacters("too many private-use characters next to the text of special tokens")
+        table = str.maketrans(masks)
+        masked = {text: _translate_spans(text, found, table) for text, found in spans.items()}
+        return _replace(data, masked), {ord(mask): char for char, mask in masks.items()}
+
+    def encode(self, text: str, mask: Mask) -> list[int]:
+        """Ids of a rendered text, without masks; only what spells a special token unmasked becomes one."""
+        parts, last = [], 0
+        for start, end in self.find(text):
+            parts += [text[last:start], self._markers[text[start:end]]]
+            last = end
+        plain = "".join([*parts, text[last:]]).translate(mask)
+        found = self._plain.encode(plain, add_special_tokens=False).ids
+        return list(itertools.chain.from_iterable(self._ids(i) for i in found))
+
+    def overlooked(self, text: str, ids: list[int]) -> bool:
+        """Whether `ids` of a text have special tokens that the text does not spell out as they are."""
+        return self._folds and sum(i in self._special for i in ids) > len(self.find(text))
+
+    @cached_property
+    def _markers(self) -> dict[str, str]:
+        """For each special token's text one that nobody can guess."""
+        nonce = secrets.token_hex(16)
+        return {token.content: f"\U0010ffff{nonce}:{i}\U0010ffff" for i, token in self._special.items()}
+
+    @cached_property
+    def _plain(self) -> Tokenizer:
+        """The same tokenizer, over the same model in memory, which knows special tokens by their markers only."""
+        plain = Tokenizer(self._backend.model)
+        plain.normalizer, plain.pre_tokenizer = self._backend.normalizer, self._backend.pre_tokenizer
+        holes = max(self._vocabulary.values(), default=-1) + 1 - len(self._vocabulary)
+        nonce = secrets.token_hex(16)
+        plain.add_tokens([f"\U0010ffff{nonce}-{i}" for i in range(holes)])  # new ids must not be those of the model
+        plain.add_tokens([self._renamed(token) for token in self._added.values()])
+        return plain
+
+    def _renamed(self, token: AddedToken) -> AddedToken:
+        flags = {"single_word": token.single_word, "lstrip": token.lstrip, "rstrip": token.rstrip}
+        if token.special:
+            return AddedToken(self._markers[token.content], normalized=False, **flags)
+        return AddedToken(token.content, normalized=token.normalized, **flags)
+
+    @cached_property
+    def _vocabulary(self) -> dict[str, int]:
+        return dict(self._backend.get_vocab(with_added_tokens=False))
+
+    @cached_property
+    def _real_ids(self) -> dict[int, int]:
+        """From `_plain`'s ids of added tokens to the model's."""
+        ids = {i: self._plain.token_to_id(self._renamed(token).content) for i, token in self._added.items()}
+        return {plain: i for i, plain in ids.items() if plain is not None}
+
+    def _ids(self, found: int) -> list[int]:
+        if found in self._real_ids:
+            return [self._real_ids[found]]
+        # A model's own merges may lead to a special token too: `</` and `s>` to `</s>`.
+        if found in self._special and self._special[found].content not in self._unknown:
+            return self._spelled(self._special[found].content)
+        return [found]
+
+    @cached_property
+    def _unknown(self) -> set[str]:
+        return {getattr(self._backend.model, "unk_token", None) or "<unk>", "<unk>"}
+
+    def _spelled(self, content: str) -> list[int]:
+        """The ids of this text in two parts that the model cannot join."""
+        for cut in range(1, len(content)):
+            halves = (self._backend.model.tokenize(part) for part in (content[:cut], content[cut:]))
+            ids = [token.id for half in halves for token in half]
+            if not self._special.keys() & set(ids):
+                return ids
+        return []
+
+
+def _strings(data: Any) -> Iterator[str]:
+    """All strings in `data`, keys too."""
+    todo = [data]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping):
+            todo += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple):
+            todo += item
+
+
+def _replace(data: Any, by: Mapping[str, str]) -> Any:
+    if isinstance(data, str):
+        return by.get(data, data)
+    if isinstance(data, Mapping):
+        return {_replace(key, by): _replace(value, by) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_replace(item, by) for item in data]
+    return data
+
+
+def _translate_spans(text: str, spans: list[tuple[int, int]], table: Mapping[int, str]) -> str:
+    parts, last = [], 0
+    for start, end in spans:
+        parts += [text[last:start], text[start:end].translate(table)]
+        last = end
+    return "".join([*parts, text[last:]])
