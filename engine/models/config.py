@@ -382,10 +382,7 @@ def _check_known(config: PretrainedConfig, family: _Family) -> None:
     for key, value in config.to_dict().items():
         if value is None or key in known or key in base or key.startswith("_"):
             continue
-        if key in only:
-            harmless = value == only[key]
-        else:
-            harmless = key in _NEUTRAL and _NEUTRAL[key].test(value, config)
+        harmless = value == only[key] if key in only else key in _NEUTRAL and _NEUTRAL[key].test(value, config)
         if not harmless:
             raise Unsupported(f"config key {key} = {_short(value)}")
     for flag in ("is_encoder_decoder", "add_cross_attention"):

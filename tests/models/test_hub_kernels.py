@@ -45,7 +45,9 @@ def test_the_trap_is_real(installed: Path) -> None:
     assert run(ASK, installed) == "True"
 
 
-@pytest.mark.parametrize("first", ["engine.models.loading", "worker.loading, engine.build", "kernels.attention, engine.build"])
+@pytest.mark.parametrize(
+    "first", ["engine.models.loading", "worker.loading, engine.build", "kernels.attention, engine.build"]
+)
 def test_with_a_version_in_its_range_transformers_still_sees_no_hub_kernels(installed: Path, first: str) -> None:
     code = f"import {first}; {ASK}; import transformers.integrations.hub_kernels, kernels; print(kernels.__file__)"
     said, ours = run(code, installed).splitlines()

@@ -71,7 +71,11 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
     tiny = dict(config)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     kept = {"num_attention_heads": 4, "num_key_value_heads": 4 if heads == kv_heads else min(kv_heads, 2)}
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6 if "gemma3" in config["model_type"] else 4}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 6 if "gemma3" in config["model_type"] else 4,
+    }
     tiny |= kept | sizes | {"max_position_embeddings": 256, "vocab_size": len(tokenizer())}
     small = {"head_dim": 24, "sliding_window": 6, "sliding_window_size": 6, "original_max_position_embeddings": 16}
     small |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "max_window_layers": 2}
