@@ -6,12 +6,15 @@ it changes no state, so that threads may share it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import jinja2
 import llguidance
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.guard import Guard
 from engine.structured import GrammarCompiler
@@ -22,27 +25,12 @@ class ChatError(Exception):
 
 
 _RESERVED = frozenset(
-    {
-        "conversation",
-        "tools",
-        "documents",
-        "sanitize_control_tokens",
-        "tokenize",
-        "add_generation_prompt",
-        "return_dict",
-        "return_tensors",
-        "padding",
-    }
-    | {
-        "truncation",
-        "max_length",
-        "chat_template",
-        "continue_final_message",
-        "tokenizer_kwargs",
-        "return_assistant_tokens_mask",
-    }
-)
-"""Parameters of `apply_chat_template` that are no variables of a template."""
+    name
+    for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
+    for name, parameter in inspect.signature(function).parameters.items()
+    if parameter.kind is not parameter.VAR_KEYWORD
+) | {"messages"}
+"""Names on the way to a template that are no variables of it, `self` among them."""
 
 
 class Tokenizer:
@@ -83,7 +71,7 @@ class Tokenizer:
         return ids
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, **template_kwargs: Any
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, /, **template_kwargs: Any
     ) -> list[int]:
         """Ids of a conversation up to where the assistant's answer begins. The template says which special tokens.
 
@@ -95,13 +83,13 @@ class Tokenizer:
         return ids
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, **template_kwargs: Any
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, /, **template_kwargs: Any
     ) -> str:
         """The text that `encode_chat` encodes."""
         if not self.has_chat_template:
             raise ChatError("this model has no chat template; send a prompt instead of messages")
         if reserved := sorted(_RESERVED & set(template_kwargs)):
-            raise ChatError(f"not a variable of a chat template: {', '.join(reserved)}")
+            raise ChatError(f"chat_template_kwargs: not a variable of a chat template: {', '.join(reserved)}")
         try:
             text = self._hf.apply_chat_template(
                 [dict(m) for m in messages],
@@ -112,7 +100,7 @@ class Tokenizer:
             )
         except jinja2.TemplateError as error:
             raise ChatError(f"the chat template refuses the messages: {error.message or error}") from error
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
             raise ChatError(f"the chat template can't render the messages: {error}") from error
         return str(text)
 

@@ -10,9 +10,11 @@ import orjson
 import pytest
 import structlog
 
+from engine.models.chat import ChatError, Tokenizer
 from engine.request import Bans, Request
 from producer.protocol.errors import ErrorCode, JobError
 from producer.protocol.job import Identity, JobEntry
+from tests.models.tiny import tokenizer
 from tests.worker.fakes import FakeEngine, FakeModel
 from worker.cli import settings_from
 from worker.held import Job, Structure
@@ -95,6 +97,18 @@ def test_a_template_that_refuses_its_messages_is_the_senders_error() -> None:
     model.tokenizer.encode_chat = refuse  # type: ignore[method-assign]
     error = refusal({"messages": [{"role": "system", "content": "x"}]}, translator(model))
     assert (error.code, "no system role" in error.message) == (ErrorCode.INVALID_REQUEST, True)
+
+
+@pytest.mark.parametrize("name", ["self", "messages", "tools", "tokenize", "conversations"])
+def test_a_template_variable_with_a_name_of_the_machinery_is_the_senders_error(name: str) -> None:
+    model = FakeModel()
+    model.tokenizer = Tokenizer(tokenizer())  # type: ignore[assignment]
+    use = Translator(settings_from({"model": "fake"}), FakeEngine(capacity=256), model, ChatError)
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {name: 1}}
+    error = refusal(body, use)
+    assert error.code is ErrorCode.INVALID_REQUEST
+    assert "chat_template_kwargs: " in error.message
+    assert name in error.message
 
 
 def test_a_budget_that_is_over_ends_the_job_before_it_is_parsed() -> None:
