@@ -118,12 +118,14 @@ _HARMLESS: dict[str, str] = {
         "for training, classification or beam search alone": (
             "attention_dropout embd_pdrop resid_pdrop initializer_range output_router_logits router_aux_loss_coef "
             "id2label label2id problem_type task_specific_params finetuning_task prefix is_decoder tie_encoder_decoder "
-            "tf_legacy_loss pretraining_tp"
+            "tf_legacy_loss pretraining_tp gradient_checkpointing neftune_noise_alpha router_jitter_noise attn_pdrop "
+            "hidden_dropout hidden_dropout_prob classifier_dropout"
         ),
         "precision and cache are chosen by the worker": (
-            "torch_dtype dtype use_cache use_bfloat16 cache_implementation torchscript attn_implementation"
+            "torch_dtype dtype use_cache use_bfloat16 cache_implementation torchscript attn_implementation "
+            "use_flash_attn use_flash_attention use_flash_attention_2"
         ),
-        "length that the model was trained with": "max_sequence_length model_max_length",
+        "length that the model was trained with": "max_sequence_length model_max_length seq_length",
         "default of sampling, which comes after the logits": (
             "bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping "
             "encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id "
@@ -153,6 +155,8 @@ _NEUTRAL: dict[str, _Neutral] = {
     "lm_head_bias": _Neutral("a bias that is not there", lambda value, _: value is False),
     "qk_layernorm": _Neutral("a norm that is not there", lambda value, _: value is False),
     "use_sliding_window": _Neutral("a window that is not there", lambda value, _: value is False),
+    "is_causal": _Neutral("each token sees what came before it", lambda value, _: value is True),
+    "num_nextn_predict_layers": _Neutral("a draft that is not there", lambda value, _: value == 0),
     "pruned_heads": _Neutral("no head is missing", lambda value, _: not value),
     "partial_rotary_factor": _Neutral(
         "repeats what rope_parameters says",
@@ -311,7 +315,7 @@ _GEMMA = {
 _FAMILIES: dict[str, _Family] = {
     "llama": _Family({"attention_bias", "mlp_bias"}, _llama),
     "mistral": _Family({"sliding_window"}, _mistral, only=(("attention_bias", False), ("use_sliding_window", True))),
-    "qwen2": _Family(_WINDOWS, _qwen2),
+    "qwen2": _Family(_WINDOWS, _qwen2, only=(("attention_bias", True), ("qkv_bias", True))),
     "qwen3": _Family(_WINDOWS | {"attention_bias"}, _qwen3),
     "qwen3_moe": _Family(
         {
@@ -410,6 +414,8 @@ def _check_rope(rope: dict[str, Any], partial: bool) -> None:
         raise Unsupported("a partial rotary factor")
     allowed = ROPE_KEYS[kind] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     for key, value in rope.items():
+        if key == "finetuned" and value is True:  # else the scaling of YaRN's first code would follow the length
+            continue
         if key not in allowed and value is not None:
             raise Unsupported(f"rope key {key} = {_short(value)}")
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections import Counter
 from typing import ClassVar
 
 import pytest
 import torch
+from transformers.generation.logits_process import (
+    NoBadWordsLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
 
 from engine.request import Bans, SamplingParams
 from engine.sampler import Row, Sampler, uniform
@@ -212,6 +218,27 @@ class TestBans:
         assert pick(self.logits, row([3], bans=bans)) == 0
         assert pick(self.logits, row([3, 2, 3], prompt=3, bans=bans)) == 1, "the prompt counts"
         assert pick([4.0, 5.0, 3.0], row([1], bans=bans)) == 0
+
+    def test_they_are_those_of_transformers(self) -> None:
+        rng = random.Random(0)
+        for _ in range(200):
+            tokens = [rng.randrange(4) for _ in range(rng.randint(2, 9))]
+            prompt = rng.randint(1, len(tokens))
+            words = [[rng.randrange(4) for _ in range(rng.randint(1, 4))] for _ in range(3)]
+            always, first = [rng.randrange(6)], [rng.randrange(6)]
+            scores = torch.zeros((1, 6))
+            for processor in (
+                NoBadWordsLogitsProcessor(words),
+                SuppressTokensLogitsProcessor(always),
+                SuppressTokensAtBeginLogitsProcessor(first, prompt),
+            ):
+                scores = processor(torch.tensor([tokens]), scores)
+            bans = Bans(
+                always=frozenset(always) | {word[0] for word in words if len(word) == 1},
+                first=frozenset(first),
+                sequences=tuple(tuple(word) for word in words if len(word) > 1),
+            )
+            assert row(tokens, prompt, bans=bans).banned == set(scores[0].isneginf().nonzero().flatten().tolist())
 
     def test_log_probabilities_are_the_models_own(self) -> None:
         sampled = Sampler(4).sample(torch.tensor([self.logits]), [row(bans=Bans(always=frozenset({0})), logprobs=1)])

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from engine.config import ModelOptions
-from engine.models.config import Unsupported, fused_config
+from engine.models.config import _NEUTRAL, Unsupported, fused_config
 from engine.models.loading import load_model
 from tests.models.driver import Driver
 from tests.models.reference import Reference, near_ties
@@ -155,12 +155,22 @@ def test_a_tiny_model_with_a_published_config_equals_transformers(tmp_path: Path
         ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "shared_expert_intermediate_size", 64),
         ("mistralai/Mistral-7B-v0.1", "use_sliding_window", False),
         ("mistralai/Mistral-7B-v0.1", "attention_bias", True),
+        ("mistralai/Mistral-7B-v0.1", "is_causal", False),
+        ("Qwen/Qwen2.5-0.5B-Instruct", "attention_bias", False),
+        ("Qwen/Qwen2.5-0.5B-Instruct", "num_nextn_predict_layers", 1),
     ],
 )
 def test_a_harmless_key_with_another_value_is_named(tmp_path: Path, name: str, key: str, value: Any) -> None:
     config = read(tmp_path, expand(BY_NAME[name]["config"]) | {key: value})
     with pytest.raises(Unsupported, match=f"{key}|partial rotary factor"):
         fused_config(config)
+
+
+@pytest.mark.parametrize("key", sorted(_NEUTRAL))
+def test_every_key_that_is_passed_over_at_one_value_is_documented(key: str) -> None:
+    page = Path(__file__).parents[2] / "docs/operations.md"
+    section = page.read_text().partition("## Which models run fused")[2].partition("\n## ")[0]
+    assert f"`{key}`" in section
 
 
 @pytest.mark.parametrize("extra", [{"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {"pretraining_tp": 4}])
