@@ -344,8 +344,14 @@ def _decode(raw: bytes) -> Any:
         raise wrong
     for key, value in data.items():
         if _holds_infinite(value):
-            raise JobError(ErrorCode.INVALID_REQUEST, f"{clean(key, 64)}: must be finite")
+            raise _not_finite(key)
     raise wrong
+
+
+def _not_finite(key: str) -> JobError:
+    field = Body.model_fields.get(key)
+    also = f": {field.description}" if field and field.description else ""
+    return JobError(ErrorCode.INVALID_REQUEST, f"{clean(key, 64)}: must be finite{also}")
 
 
 def _holds_infinite(value: Any) -> bool:
@@ -374,7 +380,7 @@ def encode_body(params: Mapping[str, Any], max_bytes: int = MAX_BODY_BYTES) -> b
     for key, value in present.items():
         # orjson wrote NaN and infinity as null, which would read as "absent".
         if _holds_infinite(value):
-            raise JobError(ErrorCode.INVALID_REQUEST, f"{key}: must be finite")
+            raise _not_finite(key)
     parse_body(raw, max_bytes)
     return raw
 

@@ -114,6 +114,14 @@ def test_a_value_out_of_range_is_answered_with_both_ends_of_the_range(
     assert message.startswith(f"{key}: must be ")
 
 
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-1e400"])
+def test_a_value_that_is_not_finite_is_answered_with_the_range(value: str) -> None:
+    said = "temperature: must be finite: a number from 0 to 2"
+    assert refusal(f'{{"prompt":"x","temperature":{value}}}'.encode()).message == said
+    with pytest.raises(JobError, match=said):
+        encode_body({"prompt": "x", "temperature": float(value)})
+
+
 def test_one_value_is_checked_as_in_a_body() -> None:
     assert check_value("min_p", 0.5) == 0.5
     with pytest.raises(JobError, match="min_p: must be a number from 0 to 1"):
