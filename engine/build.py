@@ -11,7 +11,8 @@ from torch import Tensor
 
 from engine.config import EngineConfig, ModelOptions
 from engine.engine import Engine
-from engine.models.loading import LoadedModel, load_model
+from engine.memory import available_bytes, default_host_bytes, default_pool_blocks
+from engine.models.loading import ASKED_FOR, LoadedModel, load_model
 from engine.policy import PreemptionCost
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
@@ -19,10 +20,8 @@ from kernels.attention import AttentionBackend, get_backend
 
 log = structlog.get_logger()
 
-DEFAULT_KV_CACHE_MEMORY = 2 << 30
-"""Bytes of KV pool on a CPU where neither a size nor a number of blocks is asked for."""
 _DEVICE_SHARE = 0.8
-"""The same on a GPU: the pool's share of what is free once the weights are there. The rest is for a step's values."""
+"""The pool's default share on a GPU: of what is free once the weights are there. The rest is for a step's values."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,8 +30,8 @@ class CacheOptions:
 
     num_blocks: int | None = None
     memory_bytes: int | None = None
-    swap_bytes: int = 0
-    """Memory of the host tier."""
+    swap_bytes: int | None = 0
+    """Memory of the host tier; None takes what suits the machine, see `engine.memory`."""
     swap_file: str | None = None
     """Keep the host tier in this file, memory-mapped, instead of in anonymous memory."""
     attention: str = "auto"
@@ -49,14 +48,13 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
     """
     loaded = load_model(model)
     backend = get_backend(cache.attention, loaded.cache_spec(config.block_size))
-    num_blocks = _num_blocks(cache, backend)
-    config = dataclasses.replace(
-        config,
-        block_size=backend.spec.block_size,
-        num_blocks=num_blocks,
-        host_slots=cache.swap_bytes // backend.block_bytes,
-        max_model_len=loaded.max_model_len,
-    )
+    available = available_bytes()
+    config = dataclasses.replace(config, block_size=backend.spec.block_size, max_model_len=loaded.max_model_len)
+    num_blocks = _num_blocks(cache, backend, config, available)
+    host_bytes = cache.swap_bytes
+    if host_bytes is None:
+        host_bytes = default_host_bytes(num_blocks * backend.block_bytes, cache.swap_file is not None)
+    config = dataclasses.replace(config, num_blocks=num_blocks, host_slots=host_bytes // backend.block_bytes)
     pool = torch.empty((num_blocks, backend.block_bytes), dtype=torch.uint8, device=loaded.device)
     host = _host_tier(config.host_slots, backend.block_bytes, cache.swap_file, loaded.device)
     backend.bind(pool)
@@ -78,11 +76,27 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
         num_ids=num_ids,
         eos_token_ids=loaded.generation.eos_token_ids,
     )
+    if loaded.implementation != "fused" and loaded.implementation_reason != ASKED_FOR:
+        log.warning(
+            "fused_decoder_not_used",
+            model=loaded.name,
+            reason=loaded.implementation_reason,
+            effect="transformers' code runs the model: slower, without --quantize, results may depend on the batch",
+        )
+    taken = pool.nbytes + (0 if cache.swap_file else host.nbytes)
+    if loaded.device.type == "cpu" and available is not None and taken > available:
+        log.warning(
+            "memory_is_short",
+            needed_mib=taken >> 20,
+            available_mib=available >> 20,
+            hint="KV pool and host tier may grow beyond what is available: lower --kv-cache-memory or --swap-space",
+        )
     if config.capacity < config.max_model_len:
         log.warning("pool_smaller_than_model", capacity=config.capacity, max_model_len=config.max_model_len)
     log.info(
         "engine_ready",
         model=loaded.name,
+        backend=loaded.implementation,
         attention=backend.name,
         dtype=str(loaded.dtype).removeprefix("torch."),
         blocks=num_blocks,
@@ -94,7 +108,7 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
     return engine, loaded
 
 
-def _num_blocks(cache: CacheOptions, backend: AttentionBackend) -> int:
+def _num_blocks(cache: CacheOptions, backend: AttentionBackend, config: EngineConfig, available: int | None) -> int:
     """How many blocks the pool has.
 
     Raises:
@@ -102,10 +116,13 @@ def _num_blocks(cache: CacheOptions, backend: AttentionBackend) -> int:
     """
     if cache.num_blocks is not None:
         return cache.num_blocks
-    budget = cache.memory_bytes
-    if budget is None:
-        budget = _default_memory(backend.spec.device)
-    num_blocks = budget // backend.block_bytes
+    device = backend.spec.device
+    if cache.memory_bytes is not None or device.type == "cuda":
+        budget = _device_memory(device) if cache.memory_bytes is None else cache.memory_bytes
+        num_blocks = budget // backend.block_bytes
+    else:
+        budget = available or 0
+        num_blocks = default_pool_blocks(config, config.max_model_len, backend.block_bytes, available)
     if num_blocks < 1:
         raise ValueError(
             f"{budget} bytes of KV cache hold no block: "
@@ -114,9 +131,7 @@ def _num_blocks(cache: CacheOptions, backend: AttentionBackend) -> int:
     return num_blocks
 
 
-def _default_memory(device: torch.device) -> int:
-    if device.type != "cuda":
-        return DEFAULT_KV_CACHE_MEMORY
+def _device_memory(device: torch.device) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     return int(free * _DEVICE_SHARE)
 

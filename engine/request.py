@@ -34,10 +34,26 @@ class PromptTooLong(RequestError):
 
 
 @dataclass(frozen=True, slots=True)
+class Bans:
+    """Ids that are never drawn, unless a grammar allows nothing else."""
+
+    always: frozenset[int] = frozenset()
+    first: frozenset[int] = frozenset()
+    """Not as the first id of the output."""
+    sequences: tuple[tuple[int, ...], ...] = ()
+    """Of two ids or more: the last one is not drawn after the others, which may lie in the prompt."""
+
+    def now(self, tokens: Seq[int], position: int) -> frozenset[int]:
+        """Return the banned ids at a position of the output, after the ids of prompt and output `tokens`."""
+        found = {ids[-1] for ids in self.sequences if tuple(tokens[-len(ids) + 1 :]) == ids[:-1]}
+        return self.always.union(found, () if position else self.first)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens and when to stop. Ranges are checked where requests come in, not here.
 
-    Order of application: logit_bias, penalties, the grammar, `min_tokens` ban, temperature, top_k, top_p, min_p.
+    Order of application: logit_bias, penalties, the grammar, bans and `min_tokens`, temperature, top_k, top_p, min_p.
     """
 
     max_tokens: int
@@ -58,6 +74,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    bans: Bans | None = None
     skip_special_tokens: bool = True
     n: int = 1
     logprobs: int | None = None

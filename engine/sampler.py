@@ -1,7 +1,8 @@
 """Chooses the next id of each row, vectorised over the batch.
 
 Order: ids that the tokenizer lacks are cut off → logprobs are taken → logit_bias → repetition, frequency and presence
-penalties → what the grammar forbids → ids banned by `min_tokens` → temperature → top_k → top_p → min_p → one draw.
+penalties → what the grammar forbids → banned ids, and ends before `min_tokens` → temperature → top_k → top_p → min_p →
+one draw.
 Temperature 0 takes the highest logit after the bans.
 
 A draw inverts the cumulative distribution at one number in [0, 1) that depends on (seed, choice, position) alone, so
@@ -26,6 +27,7 @@ from kernels.ops import argmax
 _TOP = 256
 """How many of a row's highest logits are sorted to find a top_p edge before all of them are."""
 _MIN_TEMPERATURE = 1e-6
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,13 @@ class Row:
     def position(self) -> int:
         """Which output id is drawn, from 0."""
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def banned(self) -> frozenset[int]:
+        """Ids that must not be drawn now: no end before `min_tokens`, and those of `params.bans`."""
+        params = self.params
+        early = self.eos_token_ids | params.stop_token_ids if self.position < params.min_tokens else frozenset()
+        return early if params.bans is None else early | params.bans.now(self.tokens, self.position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +151,15 @@ class Sampler:
                 self._counts_of(row).penalise(logits[i], params)
         apply_masks(logits, {i: row.matcher for i, row in enumerate(rows) if row.matcher is not None})
         for i, row in enumerate(rows):
-            if row.position < row.params.min_tokens:
-                self._ban(logits[i], row)
+            banned = [i for i in row.banned if i < self.num_ids]
+            if banned:
+                self._ban(logits[i], banned, row)
 
-    def _ban(self, logits: Tensor, row: Row) -> None:
-        """No end before `min_tokens`, unless the grammar allows nothing else."""
-        banned = [i for i in row.eos_token_ids | row.params.stop_token_ids if i < self.num_ids]
+    def _ban(self, logits: Tensor, banned: list[int], row: Row) -> None:
+        """Forbid these ids, unless nothing else is allowed."""
         before = logits[banned].clone()
         logits[banned] = -torch.inf
-        if row.matcher is not None and bool(logits.amax().isneginf()):
+        if (row.matcher is not None or row.params.bans is not None) and bool(logits.amax().isneginf()):
             logits[banned] = before
 
     def _counts_of(self, row: Row) -> _Counts:
@@ -260,8 +269,7 @@ def _settled(row: Row, highest: int) -> bool:
         return False
     if _penalised(params):
         return False
-    banned = row.position < params.min_tokens and (highest in row.eos_token_ids or highest in params.stop_token_ids)
-    return not banned
+    return highest not in row.banned
 
 
 def _penalised(params: SamplingParams) -> bool:
@@ -295,6 +303,7 @@ class _Counts:
         """Repetition: prompt and output, once per distinct id. Presence and frequency: output only (OpenAI)."""
         if params.repetition_penalty != 1:
             scaled = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+            scaled.clamp_(-_LARGEST, _LARGEST)  # infinity minus infinity would be no number
             logits.copy_(torch.where(self.seen, scaled, logits))
         if params.frequency_penalty:
             logits.sub_(self.output, alpha=params.frequency_penalty)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from engine.memory import resident_bytes
 from worker.exits import Exit
 from worker.loop import EngineLike
 from worker.settings import Settings
 from worker.threads import Fatal
 from worker.translate import ModelLike, Translator
+
+if TYPE_CHECKING:
+    from engine.runner import Runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +27,8 @@ class Loaded:
     engine: EngineLike
     model: ModelLike
     translator: Translator
+    facts: Mapping[str, str | int] = field(default_factory=dict)
+    """What `worker_ready` and `tokenmill info` show of the model."""
 
 
 def settle_heap() -> None:
@@ -31,6 +40,13 @@ def settle_heap() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+
+
+def _trim() -> None:
+    """Give the memory that loading needed for a while back to the system, where the C library is glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def calm_threads() -> None:
@@ -75,4 +91,26 @@ def load(settings: Settings) -> Loaded:
     except (LoadError, ValueError, MemoryError, RuntimeError) as error:
         raise Fatal(Exit.LOAD, f"cannot load {settings.model}: {error}") from error
     model.tokenizer.special_tokens_in_messages = settings.special_tokens_in_messages
-    return Loaded(engine, model, Translator(settings, engine, model, ChatError))
+    _trim()
+    facts = _backend(model.implementation, model.implementation_reason) | _memory(engine.runner)
+    return Loaded(engine, model, Translator(settings, engine, model, ChatError), facts)
+
+
+def _backend(name: str, reason: str) -> dict[str, str | int]:
+    return {"backend": name, "backend_reason": reason} if reason else {"backend": name}
+
+
+def _memory(runner: Runner) -> dict[str, str | int]:
+    """What this process holds now, and what it holds once KV pool and host tier have filled."""
+    from engine.runner import ModelRunner
+
+    assert isinstance(runner, ModelRunner)  # what `build_engine` makes
+    facts: dict[str, str | int] = {
+        "kv_cache_mib": runner.pool.nbytes >> 20,
+        "swap_mib": runner.host.nbytes >> 20,
+    }
+    resident = resident_bytes()
+    if resident is not None:
+        grows = sum(part.nbytes for part in (runner.pool, runner.host) if part.device.type == "cpu")
+        facts |= {"memory_mib": resident >> 20, "memory_full_mib": (resident + grows) >> 20}
+    return facts

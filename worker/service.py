@@ -196,7 +196,7 @@ class Worker:
             self.settings.cancel_poll_ms / 1000,
         )
         self._spawn("canceller", canceller.run)
-        log.info("worker_ready", worker=self.name, model=loaded.translator.served[0])
+        log.info("worker_ready", worker=self.name, model=loaded.translator.served[0], **loaded.facts)
         look = min(LOOK_SECONDS, self.settings.lease_seconds / 10)
         while True:
             note = self.mailbox.get(timeout=look)
@@ -310,6 +310,7 @@ class Worker:
             "free_blocks": stats.free_blocks,
             "cached_blocks": stats.cached_blocks,
             "batch_invariant": int(bool(getattr(loaded.model, "batch_invariant", False))),
+            **loaded.facts,
             "lease_ms": self.settings.lease_ms,
             "updated_ms": self._clock.now_ms(),
         }

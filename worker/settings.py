@@ -93,7 +93,8 @@ class Settings(BaseModel):
     kv_cache_memory: Size | None = Field(
         default=None,
         ge=1,
-        description="Memory of the KV pool, such as 2GiB. Default: 2GiB; on a GPU 80 % of what the model leaves free.",
+        description="Memory of the KV pool, such as 2GiB. Default: 384 tokens a sequence, or one of full length, at "
+        "most a quarter of the available memory; on a GPU 80 % of what the model leaves free.",
     )
     num_kv_blocks: int | None = Field(
         default=None, ge=1, description="KV pool in blocks, instead of --kv-cache-memory."
@@ -101,10 +102,11 @@ class Settings(BaseModel):
     block_size: int | None = Field(
         default=None, ge=1, description="Tokens in a KV block. Default: 16; 256 with flash attention, which needs that."
     )
-    swap_space: Size = Field(
-        default=1 << 30,
+    swap_space: Size | None = Field(
+        default=None,
         ge=0,
-        description="Host memory for preempted sequences and evicted prefixes; 0: they are computed again.",
+        description="Host memory for preempted sequences and evicted prefixes; 0: they are computed again. "
+        "Default: a quarter of the KV pool, in a file all of it, at most 1GiB.",
     )
     swap_file: str | None = Field(
         default=None, description="A file to keep that host memory in, made anew at each start. Default: plain memory."

@@ -11,6 +11,7 @@ from engine.request import GrammarError, InvalidRequest, PromptTooLong, Request,
 from producer.protocol.body import Body, parse_body
 from producer.protocol.errors import ErrorCode, JobError
 from producer.protocol.job import JobEntry
+from worker.defaults import Defaults
 from worker.held import Job, Structure
 from worker.settings import Settings
 
@@ -67,7 +68,7 @@ class Translator:
         self._settings = settings
         self._engine = engine
         self._tokenizer: TokenizerLike = model.tokenizer
-        self._generation = model.generation
+        self._defaults = Defaults.of(model.generation)
         self._model = model
         self._chat_error = chat_error
 
@@ -174,9 +175,10 @@ class Translator:
             repetition_penalty=self._default(body, "repetition_penalty", 1.0),
             logit_bias=body.bias,
             seed=body.seed,
-            stop=body.stops,
+            stop=(*body.stops, *(() if body.ignore_eos else self._defaults.stop)),
             stop_token_ids=frozenset(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
+            bans=self._defaults.bans,
             skip_special_tokens=body.skip_special_tokens is not False,
             n=body.n or 1,
             logprobs=body.top_logprobs_count,
@@ -184,10 +186,8 @@ class Translator:
         )
 
     def _default(self, body: Body, name: str, openai: Any) -> Any:
-        for value in (getattr(body, name), getattr(self._generation, name, None)):
-            if value is not None:
-                return value
-        return openai
+        asked = getattr(body, name)
+        return self._defaults.sampling.get(name, openai) if asked is None else asked
 
 
 def _structure(body: Body) -> Structure | None:

@@ -6,11 +6,14 @@ it changes no state, so that threads may share it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jinja2
 import llguidance
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.guard import Guard
 from engine.models.control import ControlText, Mask, TooManyPrivateCharacters
@@ -24,27 +27,12 @@ class ChatError(Exception):
 
 
 _RESERVED = frozenset(
-    {
-        "conversation",
-        "tools",
-        "documents",
-        "sanitize_control_tokens",
-        "tokenize",
-        "add_generation_prompt",
-        "return_dict",
-        "return_tensors",
-        "padding",
-    }
-    | {
-        "truncation",
-        "max_length",
-        "chat_template",
-        "continue_final_message",
-        "tokenizer_kwargs",
-        "return_assistant_tokens_mask",
-    }
-)
-"""Parameters of `apply_chat_template` that are no variables of a template."""
+    name
+    for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
+    for name, parameter in inspect.signature(function).parameters.items()
+    if parameter.kind is not parameter.VAR_KEYWORD
+) | {"messages"}
+"""Names on the way to a template that are no variables of it, `self` among them."""
 
 
 class Tokenizer:
@@ -90,7 +78,7 @@ class Tokenizer:
         return ids
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, **template_kwargs: Any
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, /, **template_kwargs: Any
     ) -> list[int]:
         """Ids of a conversation up to where the assistant's answer begins. The template says which special tokens.
 
@@ -113,12 +101,10 @@ class Tokenizer:
         return ids
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, **template_kwargs: Any
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, /, **template_kwargs: Any
     ) -> str:
         """The text that `encode_chat` encodes, control text of the messages included."""
-        return self._render(
-            self._check(messages, tools, template_kwargs), messages, tools, template_kwargs, mask={}
-        )
+        return self._render(self._check(messages, tools, template_kwargs), messages, tools, template_kwargs, mask={})
 
     def _check(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
@@ -148,7 +134,7 @@ class Tokenizer:
             where = "messages" if refused is None else f"messages[{refused}].role"
             reason = str(error.message or error).translate(mask)
             raise ChatError(f"{where}: the chat template refuses the messages: {reason}") from error
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
             reason = str(error).translate(mask)
             raise ChatError(f"messages: the chat template can't render the messages: {reason}") from error
 

@@ -105,22 +105,73 @@ _SHAPE = {
     "rope_parameters",
     "tie_word_embeddings",
 }
-_HARMLESS = {
-    "architectures",
-    "attention_dropout",
-    "auto_map",
-    "bos_token_id",
-    "eos_token_id",
-    "is_llama_config",
-    "initializer_range",
-    "model_type",
-    "pad_token_id",
-    "torch_dtype",
-    "transformers.js_config",
-    "unk_token_id",
-    "use_cache",
+_HARMLESS: dict[str, str] = {
+    key: reason
+    for reason, keys in {
+        "name of a class, a file or a library version": (
+            "architectures auto_map model_type tokenizer_class transformers.js_config unsloth_fixed unsloth_version "
+            "is_llama_config"
+        ),
+        "an id that the tokenizer knows too": (
+            "bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id"
+        ),
+        "for training, classification or beam search alone": (
+            "attention_dropout embd_pdrop resid_pdrop initializer_range output_router_logits router_aux_loss_coef "
+            "id2label label2id problem_type task_specific_params finetuning_task prefix is_decoder tie_encoder_decoder "
+            "tf_legacy_loss pretraining_tp gradient_checkpointing neftune_noise_alpha router_jitter_noise attn_pdrop "
+            "hidden_dropout hidden_dropout_prob classifier_dropout"
+        ),
+        "precision and cache are chosen by the worker": (
+            "torch_dtype dtype use_cache use_bfloat16 cache_implementation torchscript attn_implementation "
+            "use_flash_attn use_flash_attention use_flash_attention_2"
+        ),
+        "length that the model was trained with": "max_sequence_length model_max_length seq_length",
+        "default of sampling, which comes after the logits": (
+            "bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping "
+            "encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id "
+            "length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences "
+            "output_scores remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens "
+            "temperature top_k top_p typical_p"
+        ),
+    }.items()
+    for key in keys.split()
 }
-"""Keys that change nothing in the forward. Those that every config has are known from the base class."""
+"""Keys of published configs that change no logits, whatever their value, and why. Those that every config has are known
+from the base class."""
+
+
+@dataclass(frozen=True)
+class _Neutral:
+    """A key that changes no logits as long as its value passes a test."""
+
+    why: str
+    test: Callable[[Any, PretrainedConfig], bool]
+
+
+_NEUTRAL: dict[str, _Neutral] = {
+    "rope_interleaved": _Neutral("the rotated pairs are the two halves of a head", lambda value, _: value is False),
+    "use_mrope": _Neutral("positions have one dimension", lambda value, _: value is False),
+    "mlp_bias": _Neutral("a bias that is not there", lambda value, _: value is False),
+    "lm_head_bias": _Neutral("a bias that is not there", lambda value, _: value is False),
+    "qk_layernorm": _Neutral("a norm that is not there", lambda value, _: value is False),
+    "use_sliding_window": _Neutral("a window that is not there", lambda value, _: value is False),
+    "is_causal": _Neutral("each token sees what came before it", lambda value, _: value is True),
+    "num_nextn_predict_layers": _Neutral("a draft that is not there", lambda value, _: value == 0),
+    "pruned_heads": _Neutral("no head is missing", lambda value, _: not value),
+    "partial_rotary_factor": _Neutral(
+        "repeats what rope_parameters says",
+        lambda value, config: value == ((config.rope_parameters or {}).get("partial_rotary_factor") or 1.0),
+    ),
+    "sliding_window_size": _Neutral(
+        "repeats sliding_window", lambda value, config: value == getattr(config, "sliding_window", None)
+    ),
+    "layer_types": _Neutral(
+        "every layer sees everything, as in a family without windows",
+        lambda value, config: set(value) <= {"full_attention"} and not getattr(config, "sliding_window", None),
+    ),
+}
+"""Keys of published configs that change no logits as long as they have the value that the decoder computes with. A
+family that reads such a key lists it itself."""
 
 
 def fused_config(config: PretrainedConfig) -> DecoderConfig:
@@ -255,7 +306,6 @@ _WINDOWS = {"sliding_window", "use_sliding_window", "max_window_layers", "layer_
 _GEMMA = {
     "attention_bias",
     "attn_logit_softcapping",
-    "cache_implementation",
     "final_logit_softcapping",
     "hidden_act",  # `hidden_activation` is what counts
     "layer_types",
@@ -263,9 +313,9 @@ _GEMMA = {
     "sliding_window",
 }
 _FAMILIES: dict[str, _Family] = {
-    "llama": _Family({"attention_bias", "mlp_bias", "pretraining_tp"}, _llama),
-    "mistral": _Family({"sliding_window"}, _mistral),
-    "qwen2": _Family(_WINDOWS, _qwen2),
+    "llama": _Family({"attention_bias", "mlp_bias"}, _llama),
+    "mistral": _Family({"sliding_window"}, _mistral, only=(("attention_bias", False), ("use_sliding_window", True))),
+    "qwen2": _Family(_WINDOWS, _qwen2, only=(("attention_bias", True), ("qkv_bias", True))),
     "qwen3": _Family(_WINDOWS | {"attention_bias"}, _qwen3),
     "qwen3_moe": _Family(
         {
@@ -278,24 +328,21 @@ _FAMILIES: dict[str, _Family] = {
             "num_experts",
             "num_experts_per_tok",
             "num_local_experts",
-            "output_router_logits",
-            "router_aux_loss_coef",
             "sliding_window",
             "use_sliding_window",
         },
         _qwen3_moe,
+        only=(("qkv_bias", False), ("shared_expert_intermediate_size", 0), ("use_qk_norm", True)),
     ),
     "smollm3": _Family(
-        _WINDOWS | {"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval", "pretraining_tp"},
+        _WINDOWS | {"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval"},
         _smollm3,
     ),
     "phi3": _Family(
-        {"embd_pdrop", "original_max_position_embeddings", "resid_pdrop", "sliding_window"},
+        {"original_max_position_embeddings", "sliding_window"},
         _phi3,
         only=(
             ("attention_bias", False),
-            ("mlp_bias", False),
-            ("lm_head_bias", False),
             ("full_attn_mod", 1),
             ("interpolate_factor", 1),
         ),
@@ -335,16 +382,16 @@ def _check_known(config: PretrainedConfig, family: _Family) -> None:
     base = PretrainedConfig().to_dict()
     activation, computed = family.activation
     only = dict(family.only)
-    known = _SHAPE | family.keys | _HARMLESS | {activation}
+    known = (_SHAPE | family.keys | _HARMLESS.keys() | {activation}) - only.keys()
     for key, value in config.to_dict().items():
-        if key in only:
-            if value is not None and value != only[key]:
-                raise Unsupported(f"config key {key!r} = {value!r}")
-        elif key not in known and not key.startswith("_") and key not in base and value is not None:
-            raise Unsupported(f"config key {key!r} = {value!r}")
+        if value is None or key in known or key in base or key.startswith("_"):
+            continue
+        harmless = value == only[key] if key in only else key in _NEUTRAL and _NEUTRAL[key].test(value, config)
+        if not harmless:
+            raise Unsupported(f"config key {key} = {_short(value)}")
     for flag in ("is_encoder_decoder", "add_cross_attention"):
         if getattr(config, flag, False):
-            raise Unsupported(f"config key {flag!r}")
+            raise Unsupported(f"config key {flag} = True")
     if getattr(config, activation) != computed:
         raise Unsupported(f"activation {getattr(config, activation)!r}")
     if config.num_attention_heads % config.num_key_value_heads:
@@ -352,6 +399,11 @@ def _check_known(config: PretrainedConfig, family: _Family) -> None:
     rope = config.rope_parameters or {}
     for one in rope.values() if config.model_type == "gemma3_text" else (rope,):
         _check_rope(one, partial=config.model_type == "phi3")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _check_rope(rope: dict[str, Any], partial: bool) -> None:
@@ -362,8 +414,10 @@ def _check_rope(rope: dict[str, Any], partial: bool) -> None:
         raise Unsupported("a partial rotary factor")
     allowed = ROPE_KEYS[kind] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     for key, value in rope.items():
+        if key == "finetuned" and value is True:  # else the scaling of YaRN's first code would follow the length
+            continue
         if key not in allowed and value is not None:
-            raise Unsupported(f"rope key {key!r} = {value!r}")
+            raise Unsupported(f"rope key {key} = {_short(value)}")
 
 
 def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:

@@ -52,9 +52,7 @@ _SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 def _cased(contraction: str, digits: str) -> str:
     """Words with their capitals: GPT-4o's and Mistral's Tekken."""
     word = r"[^\r\n\p{L}\p{N}]?"
-    return (
-        rf"{word}{_UPPER}*{_LOWER}+{contraction}|{word}{_UPPER}+{_LOWER}*{contraction}|\p{{N}}{digits}|{_SLASHES}"
-    )
+    return rf"{word}{_UPPER}*{_LOWER}+{contraction}|{word}{_UPPER}+{_LOWER}*{contraction}|\p{{N}}{digits}|{_SLASHES}"
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,9 @@ class Vocabulary:
         types = file.field("tokenizer.ggml.token_type")
         self._types: list[int] | None = None if types is None else [int(kind) for kind in types]
         if self._types is not None and len(self._types) != len(tokens):
-            raise LoadError(f"{file.path}: {len(tokens)} tokens have {len(self._types)} types (tokenizer.ggml.token_type)")
+            raise LoadError(
+                f"{file.path}: {len(tokens)} tokens have {len(self._types)} types (tokenizer.ggml.token_type)"
+            )
         self.tokens = [self._text(i, str(token)) for i, token in enumerate(tokens)]
         self._named_ids = {i for name in _NAMED if (i := self.named(name)) is not None}
 
@@ -268,9 +268,7 @@ class Vocabulary:
             byte_fallback="<0x00>" in ids,
         )
         tokenizer = Tokenizer(model)
-        tokenizer.decoder = decoders.Sequence(
-            [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-        )
+        tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
         if not self._file.field("tokenizer.ggml.add_space_prefix", True):
             tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
         elif self._has_inst():

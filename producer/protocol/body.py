@@ -28,6 +28,8 @@ from producer.protocol.keys import MAX_BODY_BYTES
 MAX_DEPTH: Final = 64
 """Nesting of objects and lists; templates and schema compilers recurse over what we let through."""
 MAX_BIAS: Final = 1024
+MAX_REPETITION: Final = 1e6
+"""Bound of a repetition penalty, and of its inverse: fp32 holds what it makes of any logit."""
 _TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")
 _MAX_ID = 2**31 - 1
 
@@ -134,54 +136,69 @@ def _check_bias(value: dict[str, float] | None) -> dict[str, float] | None:
     return value
 
 
-def _number(low: float, high: float) -> str:
-    return f"a number from {low:g} to {high:g}"
+def _number(low: float, high: float) -> Any:
+    """A number in a range, both ends included."""
+    return Field(ge=low, le=high, description=f"a number from {_plain(low)} to {_plain(high)}")
+
+
+def _plain(number: float) -> str:
+    return f"{number:f}".rstrip("0").rstrip(".")
+
+
+def _integer(low: int, high: int, note: str = "") -> Any:
+    """An integer in a range, both ends included."""
+    return Field(ge=low, le=high, description=f"an integer from {low} to {high}{note}")
 
 
 class Body(_Strict):
     """What a job asks for. Attributes are as sent; None where absent."""
 
-    prompt: Annotated[str | TokenIds | None, Field(description="a string or a list of token ids")] = None
+    prompt: Annotated[
+        str | TokenIds | None, Field(description=f"a string or a list of token ids, integers from 0 to {_MAX_ID}")
+    ] = None
     messages: Annotated[
         list[Message] | None,
         _First(),
-        Field(min_length=1, description="a list of messages, each with a role and text content"),
+        Field(min_length=1, description="a list of messages, each with a role of 1 to 64 characters and text content"),
     ] = None
     tools: Annotated[list[Json] | None, _First(), Field(description="a list of objects")] = None
     chat_template_kwargs: Annotated[Json | None, Field(description="an object")] = None
 
-    max_tokens: Annotated[int | None, Field(ge=1, le=_MAX_ID, description="an integer of at least 1")] = None
-    max_completion_tokens: Annotated[int | None, Field(ge=1, le=_MAX_ID, description="an integer of at least 1")] = None
-    min_tokens: Annotated[int | None, Field(ge=0, le=_MAX_ID, description="an integer of at least 0")] = None
-    temperature: Annotated[float | None, Field(ge=0, le=2, description=_number(0, 2))] = None
+    max_tokens: Annotated[int | None, _integer(1, _MAX_ID)] = None
+    max_completion_tokens: Annotated[int | None, _integer(1, _MAX_ID)] = None
+    min_tokens: Annotated[int | None, _integer(0, _MAX_ID)] = None
+    temperature: Annotated[float | None, _number(0, 2)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1, description="a number above 0 and at most 1")] = None
-    top_k: Annotated[int | None, Field(ge=-1, le=_MAX_ID, description="an integer of at least -1 (0 and -1: off)")] = (
-        None
-    )
-    min_p: Annotated[float | None, Field(ge=0, le=1, description=_number(0, 1))] = None
-    presence_penalty: Annotated[float | None, Field(ge=-2, le=2, description=_number(-2, 2))] = None
-    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2, description=_number(-2, 2))] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0, le=1e6, description="a number above 0")] = None
+    top_k: Annotated[int | None, _integer(-1, _MAX_ID, " (0 and -1: off)")] = None
+    min_p: Annotated[float | None, _number(0, 1)] = None
+    presence_penalty: Annotated[float | None, _number(-2, 2)] = None
+    frequency_penalty: Annotated[float | None, _number(-2, 2)] = None
+    repetition_penalty: Annotated[float | None, _number(1 / MAX_REPETITION, MAX_REPETITION)] = None
     logit_bias: Annotated[
         dict[str, Annotated[float, Field(ge=-100, le=100)]] | None,
         AfterValidator(_check_bias),
-        Field(max_length=MAX_BIAS, description="an object of at most 1024 token ids with numbers from -100 to 100"),
+        Field(
+            max_length=MAX_BIAS,
+            description=f"an object of at most {MAX_BIAS} token ids, 0 to {_MAX_ID}, with numbers from -100 to 100",
+        ),
     ] = None
-    seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1, description="a 64-bit integer")] = None
-    n: Annotated[int | None, Field(ge=1, le=64, description="an integer from 1 to 64")] = None
+    seed: Annotated[int | None, _integer(-(2**63), 2**63 - 1)] = None
+    n: Annotated[int | None, _integer(1, 64)] = None
     stop: Annotated[
         str | Annotated[list[str], _First()] | None,
         AfterValidator(_check_stop),
         Field(description="a string or a list of at most 16, each of 1 to 256 characters"),
     ] = None
-    stop_token_ids: Annotated[TokenIds | None, Field(description="a list of token ids")] = None
+    stop_token_ids: Annotated[
+        TokenIds | None, Field(description=f"a list of token ids, integers from 0 to {_MAX_ID}")
+    ] = None
     ignore_eos: Annotated[bool | None, Field(description="true or false")] = None
 
     logprobs: Annotated[
         bool | Annotated[int, Field(ge=0, le=20)] | None, Field(description="true, false or 0 to 20")
     ] = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=20, description="an integer from 0 to 20")] = None
-    prompt_logprobs: Annotated[int | None, Field(ge=0, le=20, description="an integer from 0 to 20")] = None
+    top_logprobs: Annotated[int | None, _integer(0, 20)] = None
+    prompt_logprobs: Annotated[int | None, _integer(0, 20)] = None
     cache_salt: Annotated[str | None, Field(max_length=256, description="a string of at most 256 characters")] = None
     response_format: Annotated[
         ResponseFormat | None, Field(description="an object of type text, json_object or json_schema")
@@ -309,6 +326,19 @@ def parse_body(raw: bytes, max_bytes: int = MAX_BODY_BYTES) -> Body:
         raise JobError(ErrorCode.INVALID_REQUEST, _explain(details)) from None
 
 
+def check_value(key: str, value: object) -> Any:
+    """Check one value by the rules of a key of the body, wherever it comes from.
+
+    Raises:
+        JobError: `invalid_request` naming the key.
+    """
+    try:
+        return getattr(Body.model_validate({"prompt": [0], key: value}), key)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False)
+        raise JobError(ErrorCode.INVALID_REQUEST, _explain(details)) from None
+
+
 def _decode(raw: bytes) -> Any:
     try:
         return orjson.loads(raw)
@@ -331,8 +361,14 @@ def _decode(raw: bytes) -> Any:
         raise wrong
     for key, value in data.items():
         if _holds_infinite(value):
-            raise JobError(ErrorCode.INVALID_REQUEST, f"{clean(key, 64)}: must be finite")
+            raise _not_finite(key)
     raise wrong
+
+
+def _not_finite(key: str) -> JobError:
+    field = Body.model_fields.get(key)
+    also = f": {field.description}" if field and field.description else ""
+    return JobError(ErrorCode.INVALID_REQUEST, f"{clean(key, 64)}: must be finite{also}")
 
 
 def _holds_infinite(value: Any) -> bool:
@@ -361,7 +397,7 @@ def encode_body(params: Mapping[str, Any], max_bytes: int = MAX_BODY_BYTES) -> b
     for key, value in present.items():
         # orjson wrote NaN and infinity as null, which would read as "absent".
         if _holds_infinite(value):
-            raise JobError(ErrorCode.INVALID_REQUEST, f"{key}: must be finite")
+            raise _not_finite(key)
     parse_body(raw, max_bytes)
     return raw
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections import Counter
+from typing import ClassVar
 
 import pytest
 import torch
+from transformers.generation.logits_process import (
+    NoBadWordsLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
 
-from engine.request import SamplingParams
+from engine.request import Bans, SamplingParams
 from engine.sampler import Row, Sampler, uniform
 
 _uids = itertools.count()
@@ -180,6 +187,66 @@ def test_bias_and_bans() -> None:
 
 
 # ── broken logits ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 1.0, 2.0])
+@pytest.mark.parametrize("penalty", [1e-6, 1e-39, 1e6, 1e38])
+def test_no_penalty_makes_numbers_that_fp32_cannot_hold(temperature: float, penalty: float) -> None:
+    # Penalties below 1 favour what was there, above 1 what was not.
+    want = 3 if penalty < 1 else 0
+    assert pick([50.0, 2.0, 1.0, 60.0], row([3, 3], temperature=temperature, repetition_penalty=penalty)) == want
+    assert pick([1e30, 2.0, 1.0, 1e35], row([3], temperature=temperature, repetition_penalty=min(penalty, 1.0))) == 3
+
+
+class TestBans:
+    logits: ClassVar = [5.0, 4.0, 3.0, 2.0]
+
+    def test_an_id_is_never_drawn(self) -> None:
+        bans = Bans(always=frozenset({0, 9}))
+        assert pick(self.logits, row(bans=bans)) == 1
+        assert support([1.0, 1.0, 1.0, 1.0], bans=bans) == {1, 2, 3}
+        assert pick(self.logits, row(bans=bans, logit_bias=((0, 100.0),))) == 1
+
+    def test_an_id_is_not_the_first_of_the_output(self) -> None:
+        bans = Bans(first=frozenset({0}))
+        assert pick(self.logits, row([2, 3], prompt=2, bans=bans)) == 1
+        assert pick(self.logits, row([2, 3, 1], prompt=2, bans=bans)) == 0
+
+    def test_a_sequence_is_not_completed(self) -> None:
+        bans = Bans(sequences=((2, 3, 0), (1, 1)))
+        assert pick(self.logits, row([2, 3], bans=bans)) == 1
+        assert pick(self.logits, row([3], bans=bans)) == 0
+        assert pick(self.logits, row([3, 2, 3], prompt=3, bans=bans)) == 1, "the prompt counts"
+        assert pick([4.0, 5.0, 3.0], row([1], bans=bans)) == 0
+
+    def test_they_are_those_of_transformers(self) -> None:
+        rng = random.Random(0)
+        for _ in range(200):
+            tokens = [rng.randrange(4) for _ in range(rng.randint(2, 9))]
+            prompt = rng.randint(1, len(tokens))
+            words = [[rng.randrange(4) for _ in range(rng.randint(1, 4))] for _ in range(3)]
+            always, first = [rng.randrange(6)], [rng.randrange(6)]
+            scores = torch.zeros((1, 6))
+            for processor in (
+                NoBadWordsLogitsProcessor(words),
+                SuppressTokensLogitsProcessor(always),
+                SuppressTokensAtBeginLogitsProcessor(first, prompt),
+            ):
+                scores = processor(torch.tensor([tokens]), scores)
+            bans = Bans(
+                always=frozenset(always) | {word[0] for word in words if len(word) == 1},
+                first=frozenset(first),
+                sequences=tuple(tuple(word) for word in words if len(word) > 1),
+            )
+            assert row(tokens, prompt, bans=bans).banned == set(scores[0].isneginf().nonzero().flatten().tolist())
+
+    def test_log_probabilities_are_the_models_own(self) -> None:
+        sampled = Sampler(4).sample(torch.tensor([self.logits]), [row(bans=Bans(always=frozenset({0})), logprobs=1)])
+        assert sampled.logprobs[0] is not None
+        assert sampled.logprobs[0].top[0].token_id == 0
+
+    def test_where_everything_is_banned_nothing_is(self) -> None:
+        assert pick(self.logits, row(bans=Bans(always=frozenset(range(4))))) == 0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

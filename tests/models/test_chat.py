@@ -44,9 +44,43 @@ def test_tools_and_template_variables_reach_the_template() -> None:
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        *("self", "messages", "conversation", "conversations", "tools", "documents", "chat_template", "tokenize"),
+        *("add_generation_prompt", "continue_final_message", "return_dict", "return_tensors", "padding"),
+        *("truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask"),
+    ],
+)
+def test_a_variable_cannot_have_a_name_of_the_machinery(name: str) -> None:
+    with pytest.raises(ChatError, match=name):
+        Tokenizer(tokenizer()).encode_chat(HELLO, **{name: 1})
+
+
+@pytest.mark.parametrize("name", ["raise_exception", "range", "cls", "kwargs", "args", "tokenizer", "a b", ""])
+def test_any_other_name_is_a_variable_or_the_senders_error(name: str) -> None:
+    ours = Tokenizer(tokenizer())
+    assert ours.encode_chat(HELLO, **{name: 1}) == ours.encode_chat(HELLO)
+    with pytest.raises(ChatError, match="chat template"):
+        ours.encode_chat([{"role": "wizard", "content": "x"}], **{name: 1})
+
+
+@pytest.mark.parametrize("mode", [1, {}, None, "deep"])
+def test_a_template_that_fails_for_a_variable_is_the_senders_error(mode: object) -> None:
+    ours = Tokenizer(tokenizer(template="{{ mode + 1 }}{{ messages[0].content }}"))
+    if mode == 1:
+        assert ours.render(HELLO, mode=mode) == "2Hi"
+    else:
+        with pytest.raises(ChatError, match="chat template"):
+            ours.encode_chat(HELLO, mode=mode)
+
+
+@pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([{"role": "wizard", "content": "x"}], "'wizard' is not known to the model's chat template, which knows assistant, system, user"),
+        (
+            [{"role": "wizard", "content": "x"}],
+            "'wizard' is not known to the model's chat template, which knows assistant, system, user",
+        ),
         ([{"role": "user", "content": None}], "chat template"),
         ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "chat template"),
         ([{"role": "user"}], "chat template"),

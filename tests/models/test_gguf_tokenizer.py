@@ -133,7 +133,8 @@ def test_byte_level_kinds_equal_the_publishers_tokenizer(tmp_path: Path, kind: s
 
 
 @pytest.mark.parametrize(
-    ("prefix", "keys"), [("prepend", {}), ("prepend", {"add_space_prefix": True}), ("none", {"add_space_prefix": False})]
+    ("prefix", "keys"),
+    [("prepend", {}), ("prepend", {"add_space_prefix": True}), ("none", {"add_space_prefix": False})],
 )
 def test_sentencepiece_models_equal_the_publishers_tokenizer(tmp_path: Path, prefix: str, keys: dict[str, Any]) -> None:
     check_equal(ours(sentencepiece_file(tmp_path / "x.gguf", **keys)), theirs(vocabularies.sentencepiece(prefix)))
@@ -149,7 +150,10 @@ def test_sentencepiece_joins_what_gives_the_best_score(tmp_path: Path) -> None:
 
 
 def test_a_space_is_put_before_the_text_only_where_the_file_is_mistrals(tmp_path: Path) -> None:
-    pieces = [("[INST]", 0.0) if piece == "<|im_start|>" else (piece, s) for piece, s in vocabularies.sentencepiece_vocabulary()]
+    pieces = [
+        ("[INST]", 0.0) if piece == "<|im_start|>" else (piece, s)
+        for piece, s in vocabularies.sentencepiece_vocabulary()
+    ]
     tokens = [piece for piece, _ in pieces]
     types = kinds(tokens, **{"[INST]": int(gguf.TokenType.CONTROL)})
     file = write(tmp_path / "x.gguf", tokens, model="llama", types=types, scores=[score for _, score in pieces])
@@ -196,7 +200,8 @@ def test_sentencepiece_has_llamas_ids_where_the_file_names_none(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "text", ["<|eot_id|>", "<|end|>", "<|im_end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<EOT>"]
+    "text",
+    ["<|eot_id|>", "<|end|>", "<|im_end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<EOT>"],
 )
 def test_ends_of_turn_are_known_by_their_text(tmp_path: Path, text: str) -> None:
     made = vocabularies.byte_level()
@@ -211,7 +216,10 @@ def test_ends_of_turn_are_known_by_their_text(tmp_path: Path, text: str) -> None
 def test_text_that_merges_to_an_end_is_no_end(tmp_path: Path) -> None:
     tokens = [*SPECIALS[:2], "x", *"<EOT>", "<E", "<EO", "<EOT", "<EOT>"]
     merges = ["< E", "<E O", "<EO T", "<EOT >"]
-    assert write(tmp_path / "x.gguf", tokens, types=kinds(tokens), merges=merges, eos_token_id=None).eos_token_ids() == set()
+    assert (
+        write(tmp_path / "x.gguf", tokens, types=kinds(tokens), merges=merges, eos_token_id=None).eos_token_ids()
+        == set()
+    )
 
 
 def test_ends_are_named_by_their_keys(tmp_path: Path) -> None:
@@ -293,7 +301,9 @@ def test_a_template_gives_what_it_gives_in_transformers(tmp_path: Path, template
     messages = [{"role": "user", "content": " <é> & 世界 "}, {"role": "assistant", "content": "y"}]
     tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
     for tools in (None, [tool]):
-        want = _outcome(lambda: hf.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True))
+        want = _outcome(
+            lambda: hf.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        )
         assert _outcome(lambda: found.apply_chat_template(messages, tools=tools)) == want
 
 

@@ -215,6 +215,51 @@ class TestEndsOfText:
         (tmp_path / "generation_config.json").unlink()
         assert load(tmp_path).generation.eos_token_ids == ends
 
+    @pytest.mark.parametrize("eos", ["2", [2, "3"], 2.0, {"id": 2}, True])
+    def test_an_end_that_is_no_id_is_refused_by_file_and_key(self, tmp_path: Path, eos: Any) -> None:
+        build(tmp_path)
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        with pytest.raises(LoadError, match=r"generation_config\.json: eos_token_id must be"):
+            load(tmp_path)
+
+    def test_a_negative_id_is_none(self, tmp_path: Path) -> None:
+        build(tmp_path, eos_token_id=5)
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 9]}))
+        assert load(tmp_path).generation.eos_token_ids == {5, 9, EOS}
+
+
+class TestSuggestedSampling:
+    @pytest.mark.parametrize("text", ["{", "[]", "5"])
+    def test_a_file_that_is_no_object_is_refused(self, tmp_path: Path, text: str) -> None:
+        build(tmp_path)
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(LoadError, match=r"generation_config\.json can't be read"):
+            load(tmp_path)
+
+    def test_values_come_as_written_and_what_is_unknown_is_named(self, tmp_path: Path) -> None:
+        build(tmp_path)
+        suggested = {
+            "min_p": 2,
+            "temperature": "0.6",
+            "suppress_tokens": [5],
+            "bad_words_ids": [[6, 7]],
+            "no_repeat_ngram_size": 3,
+            "encoder_repetition_penalty": 1.5,
+            "sequence_bias": [[[5], 1.0]],
+            "forced_eos_token_id": 2,
+            "num_beams": 4,
+            "typical_p": 0.9,
+            "a_new_key": 1,
+        }
+        off = {"num_beam_groups": 1, "encoder_no_repeat_ngram_size": 0, "guidance_scale": None, "max_new_tokens": 5}
+        (tmp_path / "generation_config.json").write_text(json.dumps({**suggested, **off, "do_sample": True}))
+        generation = load(tmp_path).generation
+        assert (generation.min_p, generation.temperature) == (2, "0.6")
+        assert (generation.suppress_tokens, generation.bad_words_ids) == ([5], [[6, 7]])
+        assert set(generation.not_applied) == suggested.keys() - {
+            *("min_p", "temperature", "suppress_tokens", "bad_words_ids")
+        }
+
 
 class TestOptions:
     def test_the_length_limit(self, tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def build(
     hf = AutoConfig.for_model(family, **{"vocab_size": len(made), **_SMALL, **config})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
-    _scatter(model)
+    scatter(model)
     model.save_pretrained(path, max_shard_size=shard_size)
     made.save_pretrained(path)
     return path
@@ -222,7 +222,7 @@ def build_case(path: Path, case: Case, seed: int = 0) -> Path:
     return build(path, case.family, seed, **case.config)
 
 
-def _scatter(model: torch.nn.Module) -> None:
+def scatter(model: torch.nn.Module) -> None:
     """Draw every parameter so wide that logits differ: a fresh model's are near-ties, biases zero, norms one."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():

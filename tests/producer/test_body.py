@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import orjson
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from producer.protocol.body import MAX_DEPTH, Body, encode_body, parse_body
+from producer.protocol.body import MAX_DEPTH, Body, check_value, encode_body, parse_body
 from producer.protocol.errors import MAX_MESSAGE, ErrorCode, JobError
 
 NESTED = b'{"prompt":"x","metadata":' + b'{"a":' * (MAX_DEPTH + 1) + b"1" + b"}" * (MAX_DEPTH + 1) + b"}"
@@ -44,7 +45,7 @@ def test_nothing_but_a_prompt_is_needed_and_nothing_is_filled_in() -> None:
         ("min_p", [0, 1], [-0.1, 1.1]),
         ("presence_penalty", [-2, 2], [-2.1, 2.1]),
         ("frequency_penalty", [-2, 2], [-2.1, 2.1]),
-        ("repetition_penalty", [0.1, 1.2], [0, -1]),
+        ("repetition_penalty", [0.1, 1.2, 1e-6, 1e6], [0, -1, 1e-39, 1e-7, 1.1e6]),
         ("logit_bias", [{}, {"0": 1, "5": -100}], [{"a": 1}, {"01": 1}, {"-1": 1}, {"5": 101}, {"5": True}]),
         ("logit_bias", [{str(n): 0 for n in range(1024)}], [{str(n): 0 for n in range(1025)}, [], [[5, 1]]]),
         ("seed", [0, -(2**63), 2**63 - 1], [2**63, -(2**63) - 1, 1.0, True, "1"]),
@@ -138,6 +139,51 @@ def test_null_is_a_value_in_what_users_define() -> None:
     assert parsed.chat is not None
     assert parsed.chat[0]["tool_calls"] == [call]
     assert body(structured_outputs={"json": schema, "regex": None}).structure == ("json", schema)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "low", "high"),
+    [
+        *((key, 2**31, "1", "2147483647") for key in ("max_tokens", "max_completion_tokens")),
+        ("min_tokens", 2**31, "0", "2147483647"),
+        ("temperature", 2.1, "0", "2"),
+        ("top_p", 1.1, "0", "1"),
+        ("top_k", 2**31, "-1", "2147483647"),
+        ("min_p", 2, "0", "1"),
+        *((key, 3, "-2", "2") for key in ("presence_penalty", "frequency_penalty")),
+        ("repetition_penalty", 2e6, "0.000001", "1000000"),
+        ("logit_bias", {"5": 101}, "-100", "100"),
+        ("logit_bias", {str(2**31): 1}, "0", "2147483647"),
+        ("seed", 2**63, str(-(2**63)), str(2**63 - 1)),
+        ("n", 65, "1", "64"),
+        ("stop", ["a"] * 17, "16", "256"),
+        *((key, [2**31], "0", "2147483647") for key in ("prompt", "stop_token_ids")),
+        *((key, 21, "0", "20") for key in ("logprobs", "prompt_logprobs", "top_logprobs")),
+        ("cache_salt", "s" * 257, "256", "256"),
+        ("model", "m" * 513, "512", "512"),
+    ],
+)
+def test_a_value_out_of_range_is_answered_with_both_ends_of_the_range(
+    key: str, value: Any, low: str, high: str
+) -> None:
+    message = refusal(json.dumps({"prompt": "x", key: value}).encode()).message
+    said = re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?", message)
+    assert {low, high} <= set(said), message
+    assert message.startswith(f"{key}: must be ")
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-1e400"])
+def test_a_value_that_is_not_finite_is_answered_with_the_range(value: str) -> None:
+    said = "temperature: must be finite: a number from 0 to 2"
+    assert refusal(f'{{"prompt":"x","temperature":{value}}}'.encode()).message == said
+    with pytest.raises(JobError, match=said):
+        encode_body({"prompt": "x", "temperature": float(value)})
+
+
+def test_one_value_is_checked_as_in_a_body() -> None:
+    assert check_value("min_p", 0.5) == 0.5
+    with pytest.raises(JobError, match="min_p: must be a number from 0 to 1"):
+        check_value("min_p", 2)
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,19 @@ from typing import Any
 
 import orjson
 import pytest
+import structlog
 
-from engine.request import Request
+from engine.models.chat import ChatError, Tokenizer
+from engine.request import Bans, Request
 from producer.protocol.errors import ErrorCode, JobError
 from producer.protocol.job import Identity, JobEntry
+from tests.models.tiny import tokenizer
 from tests.worker.fakes import FakeEngine, FakeModel
 from worker.cli import settings_from
 from worker.held import Job, Structure
 from worker.translate import Translator
+
+FILE = "generation_config.json"
 
 
 class ChatRefused(Exception):
@@ -94,6 +99,18 @@ def test_a_template_that_refuses_its_messages_is_the_senders_error() -> None:
     assert (error.code, "no system role" in error.message) == (ErrorCode.INVALID_REQUEST, True)
 
 
+@pytest.mark.parametrize("name", ["self", "messages", "tools", "tokenize", "conversations"])
+def test_a_template_variable_with_a_name_of_the_machinery_is_the_senders_error(name: str) -> None:
+    model = FakeModel()
+    model.tokenizer = Tokenizer(tokenizer())  # type: ignore[assignment]
+    use = Translator(settings_from({"model": "fake"}), FakeEngine(capacity=256), model, ChatError)
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {name: 1}}
+    error = refusal(body, use)
+    assert error.code is ErrorCode.INVALID_REQUEST
+    assert "chat_template_kwargs: " in error.message
+    assert name in error.message
+
+
 def test_a_budget_that_is_over_ends_the_job_before_it_is_parsed() -> None:
     assert refusal(b"{", deadline=time.monotonic() - 1, ttl_ms=5).code is ErrorCode.DEADLINE_EXCEEDED
 
@@ -109,6 +126,58 @@ def test_defaults_come_from_the_model_then_from_openai() -> None:
     assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0.6, 1.0, 40, 1.1)
     params = translate({"prompt": "x", "temperature": 0, "top_k": -1}, translator(model))[1].params
     assert (params.temperature, params.top_k) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "range_"),
+    [
+        ("min_p", 2, "a number from 0 to 1"),
+        ("repetition_penalty", 0, "a number from 0.000001 to 1000000"),
+        ("repetition_penalty", float("nan"), "a number from 0.000001 to 1000000"),
+        ("temperature", "0.6", "a number from 0 to 2"),
+        ("temperature", -1, "a number from 0 to 2"),
+        ("top_p", float("inf"), "a number above 0 and at most 1"),
+        ("top_p", True, "a number above 0 and at most 1"),
+        ("top_k", 2.5, "an integer from -1 to 2147483647"),
+        ("stop_strings", [""], "a string or a list of at most 16"),
+        ("suppress_tokens", [-1], "a list of token ids"),
+        ("begin_suppress_tokens", 5, "a list of token ids"),
+        ("bad_words_ids", [5], "a list of token ids"),
+        ("bad_words_ids", {"5": 1}, "a list of lists of token ids"),
+    ],
+)
+def test_a_default_that_a_body_could_not_say_is_left_out_by_name(key: str, value: Any, range_: str) -> None:
+    model = FakeModel()
+    model.generation = SimpleNamespace(**{key: value})
+    with structlog.testing.capture_logs() as logs:
+        use = translator(model)
+    (warning,) = logs
+    assert (warning["event"], warning["file"], warning["key"]) == ("generation_config_ignored", FILE, key)
+    assert range_ in warning["reason"]
+    assert translate({"prompt": "x", "seed": 1}, use)[1].params == translate({"prompt": "x", "seed": 1})[1].params
+
+
+def test_what_the_makers_forbid_and_end_with_counts_for_every_job() -> None:
+    model = FakeModel()
+    model.generation = SimpleNamespace(
+        eos_token_ids=frozenset({0}),
+        stop_strings=["<end>", "Q:"],
+        suppress_tokens=[5, 6],
+        begin_suppress_tokens=[7],
+        bad_words_ids=[[8], [0], [1, 2, 3]],  # an end of text alone is no bad word
+    )
+    params = translate({"prompt": "x", "stop": "me"}, translator(model))[1].params
+    assert params.stop == ("me", "<end>", "Q:")
+    assert params.bans == Bans(frozenset({5, 6, 8}), frozenset({7}), ((1, 2, 3),))
+    assert translate({"prompt": "x", "ignore_eos": True}, translator(model))[1].params.stop == ()
+
+
+def test_a_suggestion_that_is_not_applied_is_named() -> None:
+    model = FakeModel()
+    model.generation = SimpleNamespace(not_applied=("no_repeat_ngram_size",))
+    with structlog.testing.capture_logs() as logs:
+        translator(model)
+    assert [(log["event"], log["key"]) for log in logs] == [("generation_config_ignored", "no_repeat_ngram_size")]
 
 
 def test_falsy_values_are_values() -> None:

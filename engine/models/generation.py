@@ -1,0 +1,124 @@
+"""What a model's makers suggest in `generation_config.json`, as they wrote it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.models.weights import LoadError
+
+FILE = "generation_config.json"
+
+_APPLIED = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("stop_strings", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"),
+)
+_NO_EFFECT = frozenset(
+    {
+        *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version"),
+        *(
+            "do_sample",
+            "max_length",
+            "max_new_tokens",
+            "max_time",
+            "trust_remote_code",
+            "chat_format",
+            "max_window_size",
+        ),
+        *("use_cache", "cache_implementation", "cache_config", "return_legacy_cache", "disable_compile"),
+        *("output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict_in_generate"),
+        *("early_stopping", "length_penalty", "diversity_penalty", "low_memory", "constraints", "force_words_ids"),
+        *(
+            "renormalize_logits",
+            "remove_invalid_values",
+            "prefill_chunk_size",
+            "compile_config",
+            "num_assistant_tokens",
+        ),
+        *("assistant_confidence_threshold", "num_assistant_tokens_schedule", "is_assistant", "use_mtp"),
+        *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "prompt_lookup_num_tokens"),
+    }
+)
+"""Keys about ids that are read elsewhere, lengths, the cache, what `generate()` returns, beams and drafts: they change
+no text of a request that says for itself how long it may be."""
+_OFF: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "num_return_sequences": (1,),
+    "typical_p": (1,),
+    "top_h": (1,),
+    "guidance_scale": (1,),
+    "encoder_repetition_penalty": (1,),
+}
+"""Keys that change the text unless they have one of these values; 0, false and empty are off for every key."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What the model's makers suggest; None where they say nothing. Values are as written: the worker checks them."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+    """All ids that end the text: of the config, the generation config and the tokenizer."""
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    repetition_penalty: Any = None
+    stop_strings: Any = None
+    suppress_tokens: Any = None
+    begin_suppress_tokens: Any = None
+    bad_words_ids: Any = None
+    not_applied: tuple[str, ...] = ()
+    """Keys that would change the text and are not known here."""
+
+
+def read_generation(directory: Path | None, ends: Iterable[object]) -> GenerationDefaults:
+    """Read what `generation_config.json` in a model's directory suggests; it need not be there.
+
+    Args:
+        directory: None where there is nothing to read, as with GGUF.
+        ends: end-of-text ids of the config and the tokenizer, each None, an id or a list of ids.
+
+    Raises:
+        LoadError: the file is not a JSON object, or an end of text is not an id.
+    """
+    suggested = {} if directory is None else _read(directory / FILE)
+    found = [end_ids(end, "config.json") for end in ends]
+    found.append(end_ids(suggested.get("eos_token_id"), f"{directory}/{FILE}"))
+    return GenerationDefaults(
+        eos_token_ids=frozenset().union(*found),
+        **{key: suggested.get(key) for key in _APPLIED},
+        not_applied=tuple(sorted(key for key, value in suggested.items() if _changes_text(key, value))),
+    )
+
+
+def end_ids(value: object, file: str) -> frozenset[int]:
+    """An EOS setting as a set: None, one id (0 is one) or a list of them. A negative id, as some write for none, is
+    left out.
+
+    Raises:
+        LoadError: it is something else.
+    """
+    ids: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise LoadError(f"{file}: eos_token_id must be a token id or a list of token ids, not {value!r}")
+    return frozenset(i for i in ids if i >= 0)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        suggested = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (ValueError, OSError, RecursionError) as error:
+        raise LoadError(f"{path} can't be read: {error}") from error
+    if not isinstance(suggested, dict):
+        raise LoadError(f"{path} can't be read: it is not a JSON object")
+    return suggested
+
+
+def _changes_text(key: str, value: object) -> bool:
+    if value is None or key in _APPLIED or key in _NO_EFFECT or key.startswith("_"):
+        return False
+    return value not in (False, [], {}, *_OFF.get(key, ()))
