@@ -20,19 +20,33 @@ from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     BusyLoadingError,
+    ClusterDownError,
     ConnectionError,
+    MasterDownError,
     MovedError,
+    OutOfMemoryError,
     ReadOnlyError,
     RedisError,
     ResponseError,
     TimeoutError,
+    TryAgainError,
 )
 
+_PASSING: Final = (
+    ConnectionError,
+    TimeoutError,
+    ReadOnlyError,
+    MovedError,
+    ClusterDownError,
+    MasterDownError,
+    TryAgainError,
+    OutOfMemoryError,
+)
 _WORDS: Final = re.compile(
     r"\b(UNBLOCKED|READONLY|NOREPLICAS|LOADING|CLUSTERDOWN|MASTERDOWN|TRYAGAIN|MOVED|OOM|BUSY|MISCONF)\b"
 )
-"""First words of replies. OOM, BUSY and MISCONF are no failover, but end without the caller's doing as well: memory or
-disk is full, a slow script runs."""
+"""First words of replies that redis-py has no class for, or that a script passes on. OOM, BUSY and MISCONF are no
+failover, but end without the caller's doing as well: memory or disk is full, a slow script runs."""
 
 DEMOTED: Final = (ReadOnlyError, MovedError)
 """The server is no master any more: the next try needs a new connection, to where the host's name leads by then."""
@@ -48,7 +62,7 @@ def transient(error: RedisError) -> bool:
     """Whether the same command may work later: Redis is away, starting, full, or changing its master."""
     if isinstance(error, (AuthenticationError, AuthorizationError)):  # which redis-py counts as connection errors
         return False
-    if isinstance(error, (ConnectionError, TimeoutError)):
+    if isinstance(error, _PASSING):
         return True
     # Errors inside a script come as plain response errors that hold the first one's text.
     return isinstance(error, ResponseError) and _WORDS.search(str(error)) is not None
