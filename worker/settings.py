@@ -163,6 +163,11 @@ class Settings(BaseModel):
     block_ms: int = Field(default=1000, ge=10, description="How long one read waits for new jobs.")
 
     # Watching
+    http_host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="Address that --http-port listens on; 0.0.0.0 or :: for all. Whoever reaches it sees the metrics.",
+    )
     http_port: int | None = Field(
         default=None,
         ge=0,
