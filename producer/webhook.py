@@ -292,7 +292,7 @@ def _cut_off(connected: socket.socket, seconds: float) -> Iterator[threading.Eve
 
 
 def webhook_id(job_id: str) -> str:
-    """The value of `webhook-id`: the job's id, each dot as a tilde, since dots part what is signed."""
+    """Return the value of `webhook-id`: the job's id with each dot as a tilde, since dots separate what is signed."""
     return job_id.replace(".", "~")
 
 
@@ -328,7 +328,7 @@ def post(settings: WebhookSettings, url: str, job_id: str, body: bytes) -> None:
     try:
         connected = _connect(addresses, target.url.port, end - time.monotonic())
         with connected, _cut_off(connected, end - time.monotonic()) as over:
-            status, retry_after_s = _exchange(settings, target, connected, headers, body)
+            status, wait_s = _exchange(settings, target, connected, headers, body)
     except (OSError, HTTPError, HTTPException) as error:
         raise late if over.is_set() else Undelivered(f"{host}: {error}", silent=True) from error
     if over.is_set():
@@ -336,7 +336,7 @@ def post(settings: WebhookSettings, url: str, job_id: str, body: bytes) -> None:
     if status == GONE:
         raise Refused(f"{host} answered {status}")
     if not 200 <= status < 300:
-        raise Undelivered(f"{host} answered {status}", retry_after_s=retry_after_s)
+        raise Undelivered(f"{host} answered {status}", retry_after_s=wait_s)
 
 
 def _exchange(
@@ -344,15 +344,14 @@ def _exchange(
 ) -> tuple[int, float]:
     """Send the request and read the answer to its end; returns its status and what its `Retry-After` asks for."""
     url = target.url
-    host = f"[{url.host}]" if ":" in url.host else url.host
     connection: _PinnedHttp | _PinnedHttps
     if url.scheme == "http":
-        connection = _PinnedHttp(host, url.port, timeout=settings.timeout_s)
+        connection = _PinnedHttp(url.host, url.port, timeout=settings.timeout_s)
     else:
         context = ssl.create_default_context()
         if settings.ca_file is not None:
             context.load_verify_locations(settings.ca_file)
-        connection = _PinnedHttps(host, url.port, timeout=settings.timeout_s, ssl_context=context)
+        connection = _PinnedHttps(url.host, url.port, timeout=settings.timeout_s, ssl_context=context)
     connection.pinned = connected
     try:
         connection.request("POST", url.path, body=body, headers=headers, preload_content=False, decode_content=False)

@@ -290,6 +290,24 @@ def test_an_origin_that_is_listed_may_be_inside_and_plain_http(receiver: Receive
     assert len(receiver.received) == 1
 
 
+def test_an_address_of_ipv6_is_called_and_named_in_brackets() -> None:
+    asked: list[bytes] = []
+
+    def serve(server: socket.socket) -> None:
+        line, _ = server.accept()
+        with line:
+            asked.append(line.recv(65536))
+            line.sendall(OK + b"\r\n")
+
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        thread = threading.Thread(target=serve, args=(server,))
+        thread.start()
+        origin = f"http://[::1]:{server.getsockname()[1]}"
+        post(WebhookSettings(hosts=frozenset({origin}), secrets=(b"key",)), f"{origin}/x", "j", b"{}")
+        thread.join()
+    assert f"Host: {origin.removeprefix('http://')}\r\n".encode() in asked[0]
+
+
 def test_tries_go_on_for_three_days_by_default() -> None:
     settings = WebhookSettings.of({})
     pauses = [settings.pause_s(tries) for tries in range(1, settings.max_attempts)]
