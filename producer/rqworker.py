@@ -55,13 +55,14 @@ log = logging.getLogger("rq.worker")  # RQ gives this logger its handler and for
 
 
 class Patience:
-    """Whether to go on waiting for Redis: yes, until the worker is asked to stop.
+    """Whether to go on waiting for Redis: yes, until the worker is asked to stop or is dead.
 
     The flag lies in memory that forked children share, so that the scheduler process and the work horse also stop
     waiting. Setting it is safe in a signal handler.
     """
 
     def __init__(self) -> None:
+        self._worker_pid = os.getpid()
         self._ended = mmap.mmap(-1, 1)
         self._told_at = -TOLD_EVERY_S
 
@@ -74,7 +75,7 @@ class Patience:
 
     @property
     def ended(self) -> bool:
-        return self._ended[0] == 1
+        return self._ended[0] == 1 or self._worker_pid not in (os.getpid(), os.getppid())
 
     def bears(self, error: Exception) -> bool:
         """Whether the command that met `error` is to be repeated."""
@@ -127,7 +128,7 @@ class SteadyScheduler(RQScheduler):
 
     def heartbeat(self) -> None:
         """RQ calls this once a second."""
-        if os.getppid() != self._worker_pid:
+        if os.getppid() != self._worker_pid:  # the worker was killed
             self.request_stop()  # type: ignore[no-untyped-call]
         else:
             super().heartbeat()  # type: ignore[no-untyped-call]
@@ -140,8 +141,6 @@ class SteadyWorker(Worker):
         super().__init__(*args, **kwargs)
         self.patience = Patience()
         self._has_job = False
-        self.connection.connection_pool.connection_kwargs["socket_connect_timeout"] = CONNECT_S
-        self.connection.set_retry(PatientRetry(self.patience))
 
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -165,6 +164,8 @@ class SteadyWorker(Worker):
             pause = 1.0 if time.monotonic() - begun > LONGEST_PAUSE_S else min(2 * pause, LONGEST_PAUSE_S)
             self.log.error("Worker %s: an error ended RQ's loop; it begins again in %d s", self.name, pause)
             self._sleep(pause)
+            if self._stop_requested:
+                return worked
             self.executions.clear()
             self.connection.delete(self.key)  # else RQ takes it for another live worker of this name
 
@@ -175,8 +176,15 @@ class SteadyWorker(Worker):
 
     def bootstrap(self, *args: Any, **kwargs: Any) -> None:
         """Start; from the first moment on a signal is a request to stop."""
-        self._install_signal_handlers()  # type: ignore[no-untyped-call]
+        self._install_signal_handlers()
+        self.connection.connection_pool.connection_kwargs["socket_connect_timeout"] = CONNECT_S
+        self.connection.set_retry(PatientRetry(self.patience))
         super().bootstrap(*args, **kwargs)
+
+    def _install_signal_handlers(self) -> None:
+        """RQ calls this again after `bootstrap`; a signal that came meanwhile stays the first one."""
+        if not self._stop_requested:
+            super()._install_signal_handlers()  # type: ignore[no-untyped-call]
 
     @property
     def dequeue_timeout(self) -> int:

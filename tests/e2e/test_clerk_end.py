@@ -76,7 +76,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_the_first_signal_ends_a_clerk_and_its_children_whatever_it_does(
     own: Queue, office: Rq, tls: tuple[Path, Path], moment: str, number: int
@@ -122,14 +122,20 @@ def test_a_worker_that_is_to_stop_begins_no_maintenance(own: Queue) -> None:
         assert worker.should_run_maintenance_tasks
 
 
-def test_the_scheduler_of_a_killed_clerk_ends_as_well(own: Queue, office: Rq, tls: tuple[Path, Path]) -> None:
+def test_the_children_of_a_killed_clerk_end_as_well(
+    own: Queue, own_redis: RedisServer, office: Rq, tls: tuple[Path, Path]
+) -> None:
     process = clerk(office, tls[0])
     eventually(lambda: status(office, "deliver_callbacks") == "started", 20)
-    left = [pid for pid in children(process) if pid != process.horse]
-    assert left
+    horse = eventually(lambda: process.horse)
+    scheduler = [pid for pid in children(process) if pid != horse]
+    assert scheduler
     os.kill(process.popen.pid, signal.SIGKILL)
     process.popen.wait()
-    eventually(lambda: all(gone(pid) for pid in left), 20)
+    eventually(lambda: all(gone(pid) for pid in scheduler), 20)
+    own_redis.kill()  # which the work horse would wait for
+    eventually(lambda: gone(horse), 20)
+    own_redis.start()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -161,7 +167,7 @@ FAULTS: dict[str, tuple[Callable[[Redis], object], Callable[[Redis], object]]] =
 }
 
 
-@pytest.mark.parametrize("state", ["started", "scheduled"])
+@pytest.mark.parametrize("state", ["started", pytest.param("scheduled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("word", FAULTS)
 def test_a_clerk_outlives_a_failover(
     own: Queue, office: Rq, start: Start, receiver: Receiver, tls: tuple[Path, Path], word: str, state: str
