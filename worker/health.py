@@ -51,7 +51,7 @@ class _Server(ThreadingHTTPServer):
         Raises:
             OSError: the host is unknown or of another machine, or the port is taken.
         """
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, _, _, _, address = found[0]
         super().__init__((str(address[0]), port), handler)
 
@@ -83,7 +83,7 @@ class Health:
         try:
             self._server = _Server(host, port, self._handler())
         except OSError as error:
-            where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            where = f"{host}:{port}" if ":" not in host or host.startswith("[") else f"[{host}]:{port}"
             why = error.strerror or str(error)
             raise Fatal(Exit.USAGE, f"--http-host, --http-port: cannot listen on {where}: {why}") from error
         self.port = self._server.server_port

@@ -34,7 +34,7 @@ def main() -> int:
     if not port.isdecimal() or not 0 < int(port) < 65536:
         print("TOKENMILL_HTTP_PORT must be the port of a worker's --http-port", file=sys.stderr)
         return 2
-    host = os.environ.get("TOKENMILL_HTTP_HOST", "")
+    host = os.environ.get("TOKENMILL_HTTP_HOST", "").strip("[]")
     ready, said = probe(int(port), LOOPBACK.get(host, host))
     print(said)
     return 0 if ready else 1

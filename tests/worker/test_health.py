@@ -125,7 +125,9 @@ def test_a_taken_port_is_told_as_a_wrong_option() -> None:
     assert error.value.status is Exit.USAGE
 
 
-@pytest.mark.parametrize(("host", "own"), [("127.0.0.1", "127.0.0.1"), ("localhost", "localhost"), ("::1", "::1")])
+@pytest.mark.parametrize(
+    ("host", "own"), [("127.0.0.1", "127.0.0.1"), ("localhost", "localhost"), ("::1", "::1"), ("[::1]", "::1")]
+)
 def test_the_port_is_open_at_its_host_only(host: str, own: str) -> None:
     health = Health(0, lambda: None, lambda: b"", host)
     assert get(health.port, "/healthz", own)[0] == 200
