@@ -75,10 +75,10 @@ CMD ["tokenmill", "--help"]
 
 FROM runtime AS worker-runtime
 ENV HF_HOME=/cache/huggingface XDG_CACHE_HOME=/cache TRITON_CACHE_DIR=/cache/triton
-ENV TOKENMILL_HTTP_PORT=9090 TOKENMILL_LOG_FORMAT=json
+ENV TOKENMILL_HTTP_HOST=0.0.0.0 TOKENMILL_HTTP_PORT=9090 TOKENMILL_LOG_FORMAT=json
 EXPOSE 9090
 USER 10001
-HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --start-interval=2s --retries=3 CMD ["python", "-m", "worker.probe"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --retries=3 CMD ["python", "-m", "worker.probe"]
 CMD ["tokenmill", "worker"]
 
 FROM worker-runtime AS worker-cuda

@@ -22,15 +22,16 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from os import getpid
 from typing import Any, Final, Self
-from urllib.parse import urlsplit
 
 import redis
 import structlog
 from redis.client import Pipeline
 from redis.exceptions import ResponseError
 
+from producer.protocol.callback import CallbackError, parse_callback
 from producer.protocol.connection import blocking_client, command_client
 from producer.protocol.errors import clean
+from producer.protocol.faults import transient
 from producer.protocol.keys import DEAD_MAXLEN, Keys, is_name
 from producer.protocol.lua import Runner
 from producer.webhook import Refused, Undelivered, WebhookSettings, post
@@ -39,9 +40,8 @@ CLERKS: Final = "clerks"
 """The consumer group of `callbacks`."""
 THREADS: Final = 16
 BLOCK_MS: Final = 500
-LONGEST_BACKOFF_S: Final = 3600.0
-_STEPS: Final = 20
-"""Pauses that grow; any first one is longer than the longest by then, and floats end somewhere."""
+KEEP_S: Final = 86_400
+"""A result whose callback is put off lives at least so long beyond the next try."""
 QUIET_S: Final = 30.0
 """A host that did not answer is left alone so long, lest it hold up the others."""
 
@@ -78,8 +78,8 @@ class Callback:
     @property
     def host(self) -> str:
         try:
-            return urlsplit(self.url).hostname or ""
-        except ValueError:
+            return parse_callback(self.url).host
+        except CallbackError:
             return ""
 
 
@@ -111,15 +111,26 @@ class Courier:
         self._blocking.close()
 
     def run(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> dict[str, int]:
-        """Deliver for so long, or until `stop`; returns how many came to which `Outcome`.
+        """Deliver for so long, or until `stop`, or until Redis is away; returns how many came to which `Outcome`.
+
+        What was held when Redis went comes again after a lease.
 
         Raises:
-            redis.RedisError: Redis went; what was held comes again after a lease.
+            redis.RedisError: Redis refuses a command for good.
             ValueError: something waits, and the settings lack what its delivery needs.
         """
-        ensure_clerks(self._client, self._keys)
-        end, flying = time.monotonic() + seconds, set[Future[Outcome]]()
         tally: Counter[str] = Counter()
+        try:
+            self._run(time.monotonic() + seconds, stop, tally)
+        except redis.RedisError as error:
+            if not transient(error):
+                raise
+            log.warning("callbacks_interrupted", why=str(error))
+        return {outcome.value: tally[outcome] for outcome in Outcome}
+
+    def _run(self, end: float, stop: Callable[[], bool], tally: Counter[str]) -> None:
+        ensure_clerks(self._client, self._keys)
+        flying = set[Future[Outcome]]()
         with ThreadPoolExecutor(THREADS) as pool:
             while time.monotonic() < end and not stop():
                 taken = self._take(THREADS - len(flying), idle=not flying)
@@ -128,7 +139,6 @@ class Courier:
                 tally.update(one.result() for one in done)
         tally.update(one.result() for one in flying)
         self._runner.run("remove_consumer", [self._keys.callbacks], [CLERKS, self._name])
-        return {outcome.value: tally[outcome] for outcome in Outcome}
 
     def _take(self, count: int, idle: bool) -> list[Callback]:
         """At most `count` callbacks: what is due again, what a dead clerk held, what is new. Waits only where `idle`.
@@ -180,15 +190,15 @@ class Courier:
 
     @property
     def _silence_s(self) -> float:
-        return min(QUIET_S, self._settings.backoff_s)
+        return min(QUIET_S, self._settings.pause_s(1))
 
     def _failed(self, callback: Callback, failure: Undelivered) -> Outcome:
-        attempts, first = callback.attempts + 1, self._settings.backoff_s
+        attempts = callback.attempts + 1
         if failure.silent:
             self._quiet[callback.host] = time.monotonic() + self._silence_s
         if attempts >= self._settings.max_attempts:
             return self._bury(callback, attempts, str(failure))
-        pause = min(LONGEST_BACKOFF_S, first * 3.0 ** min(attempts - 1, _STEPS)) * random.uniform(1.0, 1.2)
+        pause = max(self._settings.pause_s(attempts), failure.retry_after_s) * random.uniform(1.0, 1.2)
         log.warning("callback_failed", id=callback.id, attempts=attempts, again_in_s=round(pause), why=str(failure))
         return self._put_off(callback, attempts, pause)
 
@@ -196,7 +206,12 @@ class Courier:
         now, micros = self._client.time()
         due = now * 1000 + micros // 1000 + round(seconds * 1000)
         again = f"{attempts} {callback.id} {callback.url}"
-        self._settle(callback, lambda pipe: pipe.zadd(self._keys.callbacks_delayed, {again: due}))
+
+        def instead(pipe: Pipeline) -> None:
+            pipe.zadd(self._keys.callbacks_delayed, {again: due})
+            pipe.expire(self._keys.result(callback.id), round(seconds) + KEEP_S, gt=True)
+
+        self._settle(callback, instead)
         return Outcome.PUT_OFF
 
     def _bury(self, callback: Callback, attempts: int, reason: str) -> Outcome:

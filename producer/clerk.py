@@ -14,12 +14,11 @@ import os
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
-from redis.backoff import ExponentialBackoff
-from redis.retry import Retry
 from rq import Queue, Repeat
 from rq.exceptions import NoSuchJobError
 from rq.job import Job, JobStatus
-from rq.worker import Worker
+
+from producer.rqworker import SteadyWorker
 
 FOREVER: Final = 2**31 - 1
 LOST_AFTER: Final = timedelta(minutes=1)
@@ -37,14 +36,11 @@ CHORES: Final = (Chore("deliver_callbacks", 1, 180), Chore("janitor", 300, 180))
 """`deliver_callbacks` runs for most of a minute at a time; its pauses are for the other jobs of the worker."""
 
 
-class ClerkWorker(Worker):
-    """RQ's worker, which looks after the chores whenever it does its own maintenance, every ten seconds or so."""
+class ClerkWorker(SteadyWorker):
+    """An RQ worker that looks after the chores whenever it does RQ's maintenance, every ten seconds or so."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # RQ's worker dies where Redis is away while it watches a job: let its commands wait for a minute or two.
-        self.connection.set_retry(Retry(ExponentialBackoff(cap=2, base=0.1), retries=60))
-        # An idle worker looks up from its queue when its ttl, less 15 s, is over.
         self.worker_ttl = min(self.worker_ttl, 25)
         self.job_monitoring_interval = min(self.job_monitoring_interval, 10)
         self.maintenance_interval = min(self.maintenance_interval, 10)

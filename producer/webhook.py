@@ -2,10 +2,12 @@
 
     post(settings, url, job_id, body)      # returns once the receiver has answered 2xx
 
-A job names the URL, so it is not trusted. The scheme is HTTPS and the host is on a list; the name is resolved once,
-all its addresses must be public, and the connection goes to one of these, so that a name that changes between check
-and use (DNS rebinding) gains nothing. No redirect is followed and no proxy used. Certificate, SNI and Host are the
-name's.
+A job names the URL, so it is not trusted: `producer.protocol.callback` says which may be called. The name is resolved
+once, all its addresses must be public (unless the operator listed the whole origin), and the connection goes to one of
+these, so that a name that changes between check and use (DNS rebinding) gains nothing. No redirect is followed and no
+proxy used. Certificate, SNI and Host are the name's.
+
+One deadline holds for the whole exchange; an answer that is not complete by then, or that breaks off, is no answer.
 
 Signed as https://www.standardwebhooks.com says: HMAC-SHA256 over `<webhook-id>.<webhook-timestamp>.<body>`.
 """
@@ -23,19 +25,30 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from http.client import HTTPException
-from typing import Final, Self
-from urllib.parse import urlsplit
+from dataclasses import dataclass, field
+from datetime import UTC
+from email.utils import parsedate_to_datetime
+from http.client import HTTPException, HTTPResponse
+from typing import Any, BinaryIO, Final, Self
 
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import HTTPError
 
-HTTPS_ONLY = frozenset({"https"})
+from producer.protocol.callback import AllowList, CallbackError, Target
+
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _ALSO_INSIDE = [ipaddress.ip_network(net) for net in ("192.0.0.0/24", "192.88.99.0/24", "fec0::/10", "3fff::/20")]
 """Special by IANA's registries, and global to some of the Python versions that we run on."""
 GONE: Final = 410
+SCHEDULE_S: Final = (5.0, 300.0, 1800.0, 7200.0, 18_000.0, 36_000.0, 50_400.0, 72_000.0, 86_400.0)
+"""Pauses between tries, of the Standard Webhooks specification: the tenth try comes three days after the first."""
+LONGEST_PAUSE_S: Final = 86_400.0
+"""No pause is longer, whatever a receiver's `Retry-After` asks for."""
+READ_BYTES: Final = 65536
+"""Of an answer's body so much is read, to see that it is complete; the rest of a longer one is not waited for."""
+
+_STEPS: Final = 20
+"""Pauses that grow; any first one is longer than the longest by then, and floats end somewhere."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -49,10 +62,12 @@ class Undelivered(Exception):
 
     Args:
         silent: it did not answer at all, so that others for the same host need not be tried now.
+        retry_after_s: the receiver asked for no further try before so long, at most `LONGEST_PAUSE_S`.
     """
 
-    def __init__(self, reason: str, silent: bool = False) -> None:
+    def __init__(self, reason: str, silent: bool = False, retry_after_s: float = 0.0) -> None:
         self.silent = silent
+        self.retry_after_s = retry_after_s
         super().__init__(reason)
 
 
@@ -65,20 +80,26 @@ class WebhookSettings:
     """
 
     hosts: frozenset[str] = frozenset()
+    """Entries of the allow-list, see `AllowList`."""
     secrets: tuple[bytes, ...] = ()
     """Signing keys; each signs, so that a receiver can move from one to the next."""
     ca_file: str | None = None
     max_attempts: int = 10
-    backoff_s: float = 5.0
-    """Before the second try; three times as long before each further one, an hour at most."""
+    backoff_s: float | None = None
+    """Before the second try, three times as long before each further one, a day at most; None: `SCHEDULE_S`."""
     timeout_s: float = 15.0
-    """For the whole call, from the connection to the answer's status."""
+    """For the whole call, from the look-up of the name to the end of the answer."""
     lease_s: float = 60.0
     """A call that a clerk began and did not end is another's after so long."""
     dangerously_allow_http: bool = False
     dangerously_allow_private: bool = False
+    allowed: AllowList = field(init=False)
 
     def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "allowed", AllowList.of(self.hosts))
+        except ValueError as error:
+            raise ValueError(f"TOKENMILL_CALLBACK_HOSTS: {error}") from None
         if self.lease_s < 2 * self.timeout_s:
             raise ValueError("TOKENMILL_CALLBACK_LEASE_SECONDS: must be at least twice the time-out")
         if self.max_attempts < 1:
@@ -93,12 +114,29 @@ class WebhookSettings:
             secrets=tuple(_secret(word) for word in environ.get("TOKENMILL_CALLBACK_SECRET", "").split()),
             ca_file=environ.get("TOKENMILL_CALLBACK_CA_FILE") or None,
             max_attempts=round(_number(environ, "TOKENMILL_CALLBACK_MAX_ATTEMPTS", cls.max_attempts)),
-            backoff_s=_number(environ, "TOKENMILL_CALLBACK_BACKOFF_SECONDS", cls.backoff_s),
+            backoff_s=_number(environ, "TOKENMILL_CALLBACK_BACKOFF_SECONDS", 0.0) or None,
             timeout_s=_number(environ, "TOKENMILL_CALLBACK_TIMEOUT_SECONDS", cls.timeout_s),
             lease_s=_number(environ, "TOKENMILL_CALLBACK_LEASE_SECONDS", cls.lease_s),
             dangerously_allow_http=environ.get("TOKENMILL_DANGEROUSLY_ALLOW_HTTP_CALLBACKS") == "1",
             dangerously_allow_private=environ.get("TOKENMILL_DANGEROUSLY_ALLOW_PRIVATE_CALLBACKS") == "1",
         )
+
+    def pause_s(self, attempts: int) -> float:
+        """The pause after that many tries."""
+        if self.backoff_s is None:
+            return SCHEDULE_S[min(attempts, len(SCHEDULE_S)) - 1]
+        return min(LONGEST_PAUSE_S, self.backoff_s * 3.0 ** min(attempts - 1, _STEPS))
+
+    def target(self, url: str) -> Target:
+        """Take a URL apart.
+
+        Raises:
+            Refused: it may not be called.
+        """
+        try:
+            return self.allowed.check(url, any_scheme=self.dangerously_allow_http)
+        except CallbackError as error:
+            raise Refused(str(error)) from None
 
     def check_complete(self) -> None:
         """Raises ValueError where a callback could not be delivered for lack of a setting."""
@@ -109,8 +147,10 @@ class WebhookSettings:
 
 
 def _number(environ: Mapping[str, str], name: str, default: float) -> float:
+    if not environ.get(name):
+        return default
     try:
-        value = float(environ.get(name) or default)
+        value = float(environ[name])
     except ValueError:
         raise ValueError(f"{name}: not a number") from None
     if not 0 < value < float("inf"):
@@ -154,40 +194,6 @@ def _inside(address: str) -> Iterator[Address]:
     yield ip
 
 
-@dataclass(frozen=True)
-class Target:
-    """A URL whose host may be called; nothing is resolved yet."""
-
-    scheme: str
-    host: str
-    port: int
-    path: str
-
-    @classmethod
-    def of(cls, settings: WebhookSettings, url: str) -> Self:
-        """Take a URL apart, once for all who use it.
-
-        Raises:
-            Refused: it is not one that may be called.
-        """
-        try:
-            parts = urlsplit(url)
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            raise Refused("not a URL") from None
-        allowed = HTTPS_ONLY | {"http"} if settings.dangerously_allow_http else HTTPS_ONLY
-        if parts.scheme not in allowed:
-            raise Refused("the scheme is not https")
-        if parts.username is not None or parts.password is not None:
-            raise Refused("the URL names a user")
-        if not host or host not in settings.hosts:
-            raise Refused("the host is not on the list of TOKENMILL_CALLBACK_HOSTS")
-        if not (url.isascii() and url.isprintable()) or " " in url:
-            raise Refused("the URL holds characters that it must not")
-        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        return cls(parts.scheme, host, port or (443 if parts.scheme == "https" else 80), path)
-
-
 def resolve(settings: WebhookSettings, target: Target) -> list[str]:
     """The addresses of a host.
 
@@ -195,21 +201,49 @@ def resolve(settings: WebhookSettings, target: Target) -> list[str]:
         Refused: one of them is not public.
         Undelivered: there is none.
     """
+    host, port = target.url.host, target.url.port
     try:
-        found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise Undelivered(f"{target.host}: {error}", silent=True) from None
+        raise Undelivered(f"{host}: {error}", silent=True) from None
     addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
     for address in addresses:
-        if not settings.dangerously_allow_private and not is_public(address):
-            raise Refused(f"{target.host} has the address {address}, which is not public")
+        if not (target.may_be_private or settings.dangerously_allow_private or is_public(address)):
+            raise Refused(f"{host} has the address {address}, which is not public")
     return addresses
+
+
+class _Lines:
+    """A stream that knows its last line."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.last = b""
+
+    def readline(self, limit: int = -1) -> bytes:
+        self.last = self._stream.readline(limit)
+        return self.last
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _WholeResponse(HTTPResponse):
+    """http.client takes a connection that ends amid the headers for the end of the headers."""
+
+    def begin(self) -> None:
+        self.fp: Any = _Lines(self.fp)
+        lines = self.fp
+        super().begin()
+        if lines.last not in (b"\r\n", b"\n"):
+            raise HTTPException("the answer ended amid its headers")
 
 
 class _PinnedHttp(HTTPConnection):
     """Speaks over a socket that is connected already."""
 
     pinned: socket.socket
+    response_class = _WholeResponse
 
     def _new_conn(self) -> socket.socket:
         return self.pinned
@@ -219,6 +253,7 @@ class _PinnedHttps(HTTPSConnection):
     """The same; the certificate is checked for the host's name."""
 
     pinned: socket.socket
+    response_class = _WholeResponse
 
     def _new_conn(self) -> socket.socket:
         return self.pinned
@@ -236,27 +271,34 @@ def _connect(addresses: list[str], port: int, timeout: float) -> socket.socket:
 
 
 @contextmanager
-def _cut_off(connected: socket.socket, seconds: float) -> Iterator[None]:
-    """Shut a connection down after `seconds`: time-outs of single reads do not end one that drips."""
+def _cut_off(connected: socket.socket, seconds: float) -> Iterator[threading.Event]:
+    """Shut a connection down after `seconds` and set the event: time-outs of single reads end none that drips."""
     # A duplicate, since TLS takes the descriptor over.
     with connected.dup() as line:
+        over = threading.Event()
 
         def cut() -> None:
+            over.set()
             with suppress(OSError):  # closed by its peer
                 line.shutdown(socket.SHUT_RDWR)
 
-        timer = threading.Timer(seconds, cut)
+        timer = threading.Timer(max(0.0, seconds), cut)
         timer.start()
         try:
-            yield
+            yield over
         finally:
             timer.cancel()
             timer.join()
 
 
-def signature(settings: WebhookSettings, job_id: str, timestamp: int, body: bytes) -> str:
+def webhook_id(job_id: str) -> str:
+    """Return the value of `webhook-id`: the job's id with each dot as a tilde, since dots separate what is signed."""
+    return job_id.replace(".", "~")
+
+
+def signature(settings: WebhookSettings, message_id: str, timestamp: int, body: bytes) -> str:
     """The value of `webhook-signature`: one `v1,<base64>` for each secret."""
-    signed = f"{job_id}.{timestamp}.".encode() + body
+    signed = f"{message_id}.{timestamp}.".encode() + body
     digests = (hmac.digest(secret, signed, hashlib.sha256) for secret in settings.secrets)
     return " ".join(f"v1,{base64.b64encode(digest).decode()}" for digest in digests)
 
@@ -268,43 +310,70 @@ def post(settings: WebhookSettings, url: str, job_id: str, body: bytes) -> None:
         Refused: it must not be delivered, or the receiver wants no more (410).
         Undelivered: it was not taken, this time.
     """
-    target = Target.of(settings, url)
-    end = time.monotonic() + settings.timeout_s
+    target = settings.target(url)
+    host, end = target.url.host, time.monotonic() + settings.timeout_s
     addresses = resolve(settings, target)
-    timestamp = int(time.time())
+    message_id, timestamp = webhook_id(job_id), int(time.time())
     headers = {
         "content-type": "application/json",
         "user-agent": "tokenmill",
-        "webhook-id": job_id,
+        "webhook-id": message_id,
         "webhook-timestamp": str(timestamp),
-        "webhook-signature": signature(settings, job_id, timestamp, body),
+        "webhook-signature": signature(settings, message_id, timestamp, body),
     }
+    late = Undelivered(f"{host} did not answer in full within {settings.timeout_s:g} s", silent=True)
+    if time.monotonic() >= end:
+        raise late
+    over = threading.Event()
     try:
-        left = max(0.1, end - time.monotonic())
-        with _connect(addresses, target.port, left) as connected, _cut_off(connected, left):
-            status = _status(settings, target, connected, headers, body)
+        connected = _connect(addresses, target.url.port, end - time.monotonic())
+        with connected, _cut_off(connected, end - time.monotonic()) as over:
+            status, wait_s = _exchange(settings, target, connected, headers, body)
     except (OSError, HTTPError, HTTPException) as error:
-        raise Undelivered(f"{target.host}: {error}", silent=True) from error
+        raise late if over.is_set() else Undelivered(f"{host}: {error}", silent=True) from error
+    if over.is_set():
+        raise late
     if status == GONE:
-        raise Refused(f"{target.host} answered {status}")
+        raise Refused(f"{host} answered {status}")
     if not 200 <= status < 300:
-        raise Undelivered(f"{target.host} answered {status}")
+        raise Undelivered(f"{host} answered {status}", retry_after_s=wait_s)
 
 
-def _status(
+def _exchange(
     settings: WebhookSettings, target: Target, connected: socket.socket, headers: Mapping[str, str], body: bytes
-) -> int:
+) -> tuple[int, float]:
+    """Send the request and read the answer to its end; returns its status and what its `Retry-After` asks for."""
+    url = target.url
     connection: _PinnedHttp | _PinnedHttps
-    if target.scheme == "http":
-        connection = _PinnedHttp(target.host, target.port, timeout=settings.timeout_s)
+    if url.scheme == "http":
+        connection = _PinnedHttp(url.host, url.port, timeout=settings.timeout_s)
     else:
         context = ssl.create_default_context()
         if settings.ca_file is not None:
             context.load_verify_locations(settings.ca_file)
-        connection = _PinnedHttps(target.host, target.port, timeout=settings.timeout_s, ssl_context=context)
+        connection = _PinnedHttps(url.host, url.port, timeout=settings.timeout_s, ssl_context=context)
     connection.pinned = connected
     try:
-        connection.request("POST", target.path, body=body, headers=headers, preload_content=False)
-        return connection.getresponse().status
+        connection.request("POST", url.path, body=body, headers=headers, preload_content=False, decode_content=False)
+        answer = connection.getresponse()
+        left = READ_BYTES
+        while left > 0 and (piece := answer.read(left, decode_content=False)):
+            left -= len(piece)
+        return answer.status, retry_after_s(answer.headers.get("retry-after"))
     finally:
         connection.close()
+
+
+def retry_after_s(value: str | None) -> float:
+    """Return the seconds that a `Retry-After` asks for, at most `LONGEST_PAUSE_S`; 0 for none or a malformed one."""
+    text = (value or "").strip()
+    if text.isascii() and text.isdigit():
+        return min(LONGEST_PAUSE_S, float(text[:12])) if len(text) <= 12 else LONGEST_PAUSE_S
+    try:
+        moment = parsedate_to_datetime(text)
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=UTC)
+        seconds = moment.timestamp() - time.time()
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
+    return min(LONGEST_PAUSE_S, max(0.0, seconds))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+import socketserver
 import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import structlog
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -42,6 +45,24 @@ def not_ready(loop: EngineLoop | None, contact: Contact, draining: bool, stall_s
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
+    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+        """Listen on the first address of `host`.
+
+        Raises:
+            OSError: the host is unknown or of another machine, or the port is taken.
+        """
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, _, _, _, address = found[0]
+        super().__init__((str(address[0]), port), handler)
+
+    def server_bind(self) -> None:
+        """Bind without the look-up of the host's name that http.server does; `::` takes IPv4, too."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        socketserver.TCPServer.server_bind(self)
+        address: Any = self.server_address
+        self.server_name, self.server_port = str(address[0]), int(address[1])
+
     def handle_error(self, request: object, client_address: object) -> None:
         log.debug("probe_went_away", exc_info=True)
 
@@ -49,21 +70,25 @@ class _Server(ThreadingHTTPServer):
 class Health:
     """A server on a thread of its own; a failing probe is an answer, never an exception in the worker."""
 
-    def __init__(self, port: int, not_ready: Callable[[], str | None], metrics: Callable[[], bytes]) -> None:
+    def __init__(
+        self, port: int, not_ready: Callable[[], str | None], metrics: Callable[[], bytes], host: str = "127.0.0.1"
+    ) -> None:
         """`not_ready`: why no work can be done now, None where it can. Port 0 takes a free one.
 
         Raises:
-            Fatal: the port is taken.
+            Fatal: the port is taken, or the host is none of this machine.
         """
         self._not_ready = not_ready
         self._metrics = metrics
         try:
-            self._server = _Server(("", port), self._handler())
+            self._server = _Server(host, port, self._handler())
         except OSError as error:
-            raise Fatal(Exit.USAGE, f"--http-port: cannot listen on {port}: {error}") from error
-        self.port: int = self._server.server_address[1]
+            where = f"{host}:{port}" if ":" not in host or host.startswith("[") else f"[{host}]:{port}"
+            why = error.strerror or str(error)
+            raise Fatal(Exit.USAGE, f"--http-host, --http-port: cannot listen on {where}: {why}") from error
+        self.port = self._server.server_port
         threading.Thread(target=self._server.serve_forever, args=(0.1,), name="health", daemon=True).start()
-        log.info("http_listening", port=self.port)
+        log.info("http_listening", host=self._server.server_name, port=self.port)
 
     def close(self) -> None:
         self._server.shutdown()

@@ -89,6 +89,7 @@ class Job:
     body: bytes = b""
     """Kept for a dead letter."""
     callback: str | None = None
+    """Where its result is to be posted; None where it named no URL, or one that is not allowed."""
     ttl_ms: int | None = None
     max_attempts: int = 1
     strict: bool = False

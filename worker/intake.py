@@ -181,6 +181,7 @@ class Intake:
                     delivery.entry,
                     who,
                     body=delivery.fields.get(b"body", b""),
+                    callback=self._translator.callback(who.callback),
                     max_attempts=self._settings.max_attempts,
                     lease_until=sent + self._settings.lease_seconds,
                 )

@@ -216,7 +216,7 @@ class Worker:
         live.redis_up = lambda: self._contact.up
         live.redis_errors = lambda: dict(self._contact.errors)
         if self.settings.http_port is not None:
-            self.health = Health(self.settings.http_port, self._not_ready, self.telemetry.text)
+            self.health = Health(self.settings.http_port, self._not_ready, self.telemetry.text, self.settings.http_host)
 
     def _not_ready(self) -> str | None:
         draining = self._stop_intake.is_set()

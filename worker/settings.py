@@ -6,9 +6,10 @@ import re
 import socket
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from engine.config import EngineConfig, ModelOptions
+from producer.protocol.callback import AllowList
 
 ENV_PREFIX = "TOKENMILL_"
 
@@ -135,7 +136,9 @@ class Settings(BaseModel):
     )
     max_body_bytes: Size = Field(default=1 << 20, ge=1, description="Longest body of a job; a longer one is refused.")
     callback_hosts: Names = Field(
-        default=(), description="Hosts that a job's `callback` may name, comma-separated. Default: none."
+        default=(),
+        description="What a job's `callback` may name, comma-separated: hosts for https, or whole origins such as "
+        "http://collector.internal:8080. Default: nothing.",
     )
     max_attempts: int = Field(default=3, ge=1, description="Starts of a job before it is given up.")
     burst: bool = Field(default=False, description="Exit when the queue is empty.")
@@ -162,6 +165,11 @@ class Settings(BaseModel):
     block_ms: int = Field(default=1000, ge=10, description="How long one read waits for new jobs.")
 
     # Watching
+    http_host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="Address that --http-port listens on; 0.0.0.0 or :: for all. Whoever reaches it sees the metrics.",
+    )
     http_port: int | None = Field(
         default=None,
         ge=0,
@@ -175,6 +183,12 @@ class Settings(BaseModel):
     log_prompts: bool = Field(
         default=False, description="Log the body of every job as it is read: prompts, which else are in no log."
     )
+
+    @field_validator("callback_hosts")
+    @classmethod
+    def _callback_hosts(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        AllowList.of(entries)
+        return entries
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlsplit
 
 from engine.request import GrammarError, InvalidRequest, PromptTooLong, Request, SamplingParams
 from producer.protocol.body import Body, parse_body
+from producer.protocol.callback import AllowList, CallbackError
 from producer.protocol.errors import ErrorCode, JobError
 from producer.protocol.job import JobEntry
 from worker.defaults import Defaults
@@ -66,6 +66,7 @@ class Translator:
         """`chat_error`: what the tokenizer raises when a template refuses its messages; it begins with the key."""
         self.served = settings.served_model_name or (model.name,)
         self._settings = settings
+        self._callbacks = AllowList.of(settings.callback_hosts)
         self._engine = engine
         self._tokenizer: TokenizerLike = model.tokenizer
         self._defaults = Defaults.of(model.generation)
@@ -82,7 +83,6 @@ class Translator:
         """
         if entry.callback is not None:
             self._check_callback(entry.callback)
-            job.callback = entry.callback
         if deadline is not None and deadline <= time.monotonic():
             raise JobError(ErrorCode.DEADLINE_EXCEEDED, f"ttl_ms: {entry.ttl_ms} ms were over before the job was read")
         body = parse_body(entry.body, self._settings.max_body_bytes)
@@ -108,10 +108,21 @@ class Translator:
             raise JobError(ErrorCode.INVALID_REQUEST, str(error)) from None
         return request
 
+    def callback(self, url: str | None) -> str | None:
+        """Return `url` where a job may name it, else None."""
+        if url is None:
+            return None
+        try:
+            self._callbacks.check(url)
+        except CallbackError:
+            return None
+        return url
+
     def _check_callback(self, url: str) -> None:
-        parts = urlsplit(url)
-        if parts.scheme != "https" or parts.hostname not in self._settings.callback_hosts:
-            raise JobError(ErrorCode.INVALID_REQUEST, "callback: must be https, to a host on this worker's list")
+        try:
+            self._callbacks.check(url)
+        except CallbackError as error:
+            raise JobError(ErrorCode.INVALID_REQUEST, f"callback: {error}") from None
 
     def _check_supported(self, body: Body) -> None:
         if body.model is not None and body.model not in self.served:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from producer.protocol.callback import LONGEST_URL, CallbackError, parse_callback
 from producer.protocol.errors import ErrorCode, JobError, clean
 from producer.protocol.keys import is_name
 
@@ -23,7 +24,6 @@ MAX_TTL_MS: Final = 10 * 365 * 86_400_000
 MAX_ATTEMPTS: Final = 1000
 _INTEGER = re.compile(rb"[0-9]{1,15}")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,256})?")
-_CALLBACK = re.compile(r"https?://[^\s\x00-\x1f]{1,2000}")
 _FIELDS = frozenset(
     {b"id", b"body", b"v", b"ttl_ms", b"stream", b"group", b"tenant", b"traceparent", b"callback", b"max_attempts"}
 )
@@ -38,6 +38,8 @@ class Identity:
     group: str | None = None
     tenant: str | None = None
     traceparent: str | None = None
+    callback: str | None = None
+    """Where the result is to be posted, whatever else is wrong with the entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class JobEntry:
 
     @property
     def identity(self) -> Identity:
-        return Identity(self.id, self.stream, self.group, self.tenant, self.traceparent)
+        return Identity(self.id, self.stream, self.group, self.tenant, self.traceparent, self.callback)
 
     def fields(self) -> dict[str, str | bytes]:
         """The entry as XADD wants it, without what is at its default."""
@@ -88,6 +90,7 @@ def identify(fields: Mapping[bytes, bytes]) -> Identity | None:
         group=_name(fields.get(b"group")),
         tenant=_name(fields.get(b"tenant")),
         traceparent=_match(_TRACEPARENT, fields.get(b"traceparent")),
+        callback=_callback(fields.get(b"callback"), lenient=True),
     )
 
 
@@ -114,9 +117,7 @@ def parse_entry(fields: Mapping[bytes, bytes]) -> JobEntry:
             raise _bad(key, "must match [A-Za-z0-9_.-]{1,128}")
     if b"traceparent" in fields and who.traceparent is None:
         raise _bad("traceparent", "must be a W3C trace context")
-    callback = _match(_CALLBACK, fields.get(b"callback"))
-    if b"callback" in fields and callback is None:
-        raise _bad("callback", "must be an HTTP URL")
+    callback = _callback(fields.get(b"callback"))
     if fields.get(b"stream", b"1") not in (b"0", b"1"):
         raise _bad("stream", "must be 0 or 1")
     return JobEntry(
@@ -152,6 +153,19 @@ def _match(pattern: re.Pattern[str], raw: bytes | None) -> str | None:
         return None
     text = raw.decode("utf-8", "replace")
     return text if pattern.fullmatch(text) else None
+
+
+def _callback(raw: bytes | None, lenient: bool = False) -> str | None:
+    if raw is None:
+        return None
+    url = raw[: LONGEST_URL + 1].decode("utf-8", "replace")
+    try:
+        parse_callback(url)
+    except CallbackError as error:
+        if lenient:
+            return None
+        raise _bad("callback", str(error)) from None
+    return url
 
 
 def _integer(fields: Mapping[bytes, bytes], name: str, low: int, high: int) -> int | None:

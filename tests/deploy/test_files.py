@@ -167,6 +167,35 @@ def test_an_env_file_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
     assert (tmp_path / ".env").read_text() == made
 
 
+@pytest.mark.parametrize("without", ["REDIS_CLERK_PASSWORD=.*\n", "(?<=REDIS_CLERK_PASSWORD=).*"])
+def test_a_new_role_gets_a_password_and_the_others_keep_theirs(tmp_path: Path, without: str) -> None:
+    main = runpy.run_path(str(ROOT / "deploy" / "env.py"))["main"]
+    (tmp_path / ".env.example").write_text(EXAMPLE)
+    own = FILLED.replace("#QUEUE=default", "QUEUE=mine") + "# mine\nMY_SETTING=a b  # c\n"
+    (tmp_path / ".env").write_text(re.sub(without, "", own))
+    (tmp_path / ".env").chmod(0o640)
+    assert main(tmp_path) == 0
+    old, new = dotenv(own), dotenv((tmp_path / ".env").read_text())
+    assert len(new.pop("REDIS_CLERK_PASSWORD")) >= 32
+    assert new == {name: value for name, value in old.items() if name != "REDIS_CLERK_PASSWORD"}
+    assert "# mine\nMY_SETTING=a b  # c\n" in (tmp_path / ".env").read_text()
+    assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o640
+    assert list(tmp_path.glob(".env.n*")) == []
+    assert main(tmp_path) == 1
+
+
+def test_each_role_with_a_password_has_it_in_the_example_and_the_compose_file() -> None:
+    roles = set(re.findall(r">change-me-(\w+)", (ROOT / "deploy" / "redis-users.acl").read_text()))
+    for role in roles:
+        assert f"REDIS_{role.upper()}_PASSWORD=\n" in EXAMPLE
+        assert SERVICES["redis"]["environment"][f"REDIS_{role.upper()}_PASSWORD"]
+
+
+def test_the_files_ask_for_no_newer_docker_than_the_page_says() -> None:
+    assert "start_interval" not in COMPOSE
+    assert "--start-interval" not in (ROOT / "Dockerfile").read_text()
+
+
 @pytest.mark.parametrize("password", ["", "short", "change-me-worker", "sixteen characters", "sixteen:chars:and#"])
 def test_redis_refuses_to_start_with_a_weak_password(tmp_path: Path, password: str) -> None:
     script, rules = ROOT / "deploy" / "redis-start.sh", ROOT / "deploy" / "redis-users.acl"

@@ -109,24 +109,27 @@ def test_a_clerk_can_do_its_chores_and_run_jobs(
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
     source.write_text(json.dumps(line) + "\n")
+    closed = f"https://localhost:{free_port()}"
+    hosts = f"localhost,{closed}"
     with (
         rq_on(MiniQueue(urls["clerk"], roles["clerk"], KEYS), tmp_path) as office,
-        inside(
-            Queue(roles["operator"], urls["worker"], KEYS), FakeEngine(), lease_seconds="1", callback_hosts="localhost"
-        ),
+        inside(Queue(roles["operator"], urls["worker"], KEYS), FakeEngine(), lease_seconds="1", callback_hosts=hosts),
         Client(urls["client"], "guarded") as client,
     ):
         one = office.enqueue("generate", prompt="x", max_tokens=3)
         many = office.enqueue("run_batch", input=str(source), output=str(output))
         process = office.worker(
             *("--worker-class", "producer.clerk.ClerkWorker", "--with-scheduler"),
-            TOKENMILL_CALLBACK_HOSTS="localhost",
+            TOKENMILL_CALLBACK_HOSTS=hosts,
             TOKENMILL_CALLBACK_SECRET="key",
         )
         client.submit("x", max_tokens=3, callback="https://localhost/").result(timeout=10)
+        client.submit("x", id="later", max_tokens=3, callback=f"{closed}/").result(timeout=10)
         office.ends(one, "finished")
         office.ends(many, "finished")
         eventually(lambda: roles["operator"].xlen(KEYS.callbacks_dead) == 1, 20)  # it may not call loopback
+        eventually(lambda: roles["operator"].zcard(KEYS.callbacks_delayed) == 1, 20)
+        assert roles["operator"].ttl(KEYS.result("later")) > 86_400
         clean_up(roles["clerk"], KEYS, idle_s=0)
         assert process.stop() == 0
         assert "NOPERM" not in process.log.upper()

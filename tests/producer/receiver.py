@@ -25,6 +25,8 @@ class Receiver:
     def __init__(self, certificate: tuple[Path, Path] | None = None) -> None:
         self.received: list[Received] = []
         self.answers: list[int | None] = [200]
+        self.headers: dict[str, str] = {}
+        """More headers of each answer."""
         self.name: str | None = None
         self._go = threading.Event()
         self._lock = threading.Lock()
@@ -74,6 +76,8 @@ class Receiver:
                 self.send_response(answer)
                 if 300 <= answer < 400:
                     self.send_header("location", receiver.url("/elsewhere"))
+                for name, value in receiver.headers.items():
+                    self.send_header(name, value)
                 self.send_header("content-length", "0")
                 self.end_headers()
 

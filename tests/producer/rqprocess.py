@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,8 @@ class RqProcess:
         os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
         if horse is not None:
-            os.kill(horse, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # its job ended meanwhile
+                os.kill(horse, signal.SIGKILL)
 
     def stop(self, timeout: float = 20) -> int:
         self.popen.terminate()

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from redis.exceptions import ReadOnlyError
 
 from producer.callbacks import CLERKS, Courier, ensure_clerks
 from producer.protocol.connection import command_client
@@ -124,6 +125,35 @@ def test_what_must_not_be_called_is_a_dead_letter_at_once(queue: Queue, receiver
     assert {letter["id"]: letter["reason"] for letter in dead(queue)}["never-was"] == "the result has expired"
 
 
+def test_a_result_outlives_the_pause_before_the_next_try(queue: Queue, receiver: Receiver, deliver: Deliver) -> None:
+    ended(queue, "a", receiver.url())
+    queue.redis.expire(queue.keys.result("a"), 60)
+    receiver.answers, receiver.headers = [503], {"Retry-After": "5000"}
+    deliver(lambda: queue.redis.zcard(queue.keys.callbacks_delayed), replace(SETTINGS, backoff_s=None))
+    ((_, due),) = queue.redis.zrange(queue.keys.callbacks_delayed, 0, -1, withscores=True)
+    seconds, _ = queue.redis.time()
+    assert 4900 < due / 1000 - seconds < 6100
+    assert queue.redis.ttl(queue.keys.result("a")) > due / 1000 - seconds + 80_000
+    queue.redis.expire(queue.keys.result("a"), 10**6)
+    queue.redis.zadd(queue.keys.callbacks_delayed, {"1 a " + receiver.url(): 0})
+    deliver(lambda: len(receiver.received) == 2)
+    assert queue.redis.ttl(queue.keys.result("a")) > 900_000
+
+
+def test_redis_that_goes_away_ends_a_run_and_loses_nothing(
+    queue: Queue, receiver: Receiver, deliver: Deliver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> None:
+        raise ReadOnlyError("READONLY You can't write against a read only replica.")
+
+    ended(queue, "a", receiver.url())
+    with monkeypatch.context() as patched:
+        patched.setattr(Courier, "_settle", away)
+        assert deliver(lambda: receiver.received)["delivered"] == 0
+    deliver(lambda: at_rest(queue), replace(SETTINGS, lease_s=0.2, timeout_s=0.1))
+    assert len(receiver.received) == 2
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -132,7 +162,7 @@ def test_what_must_not_be_called_is_a_dead_letter_at_once(queue: Queue, receiver
         ({"id": "a b"}, "the id"),
         ({"id": "a\r\nx: y"}, "the id"),
         ({"id": "世"}, "the id"),
-        ({"id": "b", "url": "http://localhost/\x7f"}, "characters"),
+        ({"id": "b", "url": "http://localhost/\x7f"}, "ASCII characters"),
     ],
 )
 def test_an_entry_that_no_worker_wrote_ends_alone(

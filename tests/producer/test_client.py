@@ -133,6 +133,8 @@ def test_what_a_worker_would_refuse_is_not_sent(client: Client) -> None:
         {"prompt": "x", "tenant": ""},
         {"prompt": "x", "ttl": 0},
         {"prompt": "x", "callback": "ftp://x"},
+        {"prompt": "x", "callback": "https://[x"},
+        {"prompt": "x", "callback": "https://user@hooks.example.org/"},
         {"prompt": "x" * 2_000_000},
         {"prompt": "\ud800"},
         {"prompt": object()},

@@ -21,12 +21,13 @@ from tests.worker.fakes import FakeEngine
 from tests.worker.harness import Inside, Queue, inside
 from worker.exits import Exit
 from worker.health import Health
+from worker.probe import LOOPBACK, probe
 from worker.telemetry import Tally, Telemetry
 from worker.threads import Fatal
 
 
-def get(port: int, path: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+def get(port: int, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
+    connection = http.client.HTTPConnection(host, port, timeout=5)
     connection.request("GET", path)
     response = connection.getresponse()
     return response.status, response.read().decode()
@@ -122,6 +123,44 @@ def test_a_taken_port_is_told_as_a_wrong_option() -> None:
         with pytest.raises(Fatal, match="--http-port") as error:
             Health(listener.getsockname()[1], lambda: None, lambda: b"")
     assert error.value.status is Exit.USAGE
+
+
+@pytest.mark.parametrize(
+    ("host", "own"), [("127.0.0.1", "127.0.0.1"), ("localhost", "localhost"), ("::1", "::1"), ("[::1]", "::1")]
+)
+def test_the_port_is_open_at_its_host_only(host: str, own: str) -> None:
+    health = Health(0, lambda: None, lambda: b"", host)
+    assert get(health.port, "/healthz", own)[0] == 200
+    with pytest.raises(OSError, match="refused"):
+        get(health.port, "/healthz", "127.0.0.2")
+    health.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_host_of_zeros_is_every_address(host: str) -> None:
+    health = Health(0, lambda: None, lambda: b"", host)
+    for own in ("127.0.0.1", "127.0.0.2", *(["::1"] if host == "::" else [])):
+        assert get(health.port, "/readyz", own)[0] == 200
+    assert probe(health.port, LOOPBACK[host]) == (True, "ready")
+    health.close()
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host", "nowhere.invalid", "::2"])
+def test_a_host_of_another_machine_is_told_as_a_wrong_option(host: str) -> None:
+    with pytest.raises(Fatal, match=r"^--http-host, --http-port: cannot listen on [^\n]+:0: [^\n\[]+$") as error:
+        Health(0, lambda: None, lambda: b"", host)
+    assert error.value.status is Exit.USAGE
+
+
+def test_a_job_that_waits_for_hours_is_within_the_bounds() -> None:
+    telemetry = Telemetry()
+    for tally in (telemetry.queue_time, telemetry.first_token, telemetry.total_time):
+        assert max(tally.bounds) >= 3 * 86_400
+        assert {600, 3600, 86_400} <= set(tally.bounds)
+    for tally in (telemetry.step, telemetry.inter_token, telemetry.cancel_latency):
+        assert max(tally.bounds) >= 600
+    for tally in (telemetry.queue_time, telemetry.step):
+        assert list(tally.bounds) == sorted(set(tally.bounds))
 
 
 def test_the_numbers_add_up_to_what_happened(queue: Queue) -> None:
