@@ -86,9 +86,10 @@ class AsyncJob:
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(f"job {self.id}: not finished", timeout)
 
-    async def cancel(self, reason: str = "user", ttl: int = CANCEL_TTL_S) -> CancelReply:
+    async def cancel(self, reason: str = "user", ttl: int = CANCEL_TTL_S, timeout: float | None = None) -> CancelReply:
         """As `Job.cancel`."""
-        return await self._client._cancel(self.id, reason, ttl)
+        deadline = Deadline.after(f"job {self.id}: not cancelled", timeout)
+        return await self._client._cancel(self.id, reason, ttl, deadline)
 
 
 class AsyncClient:
@@ -235,9 +236,9 @@ class AsyncClient:
 
         await self.patiently(add, job.deadline, job.outage_s)
 
-    async def _cancel(self, job_id: str, reason: str, ttl: int) -> CancelReply:
+    async def _cancel(self, job_id: str, reason: str, ttl: int, deadline: Deadline) -> CancelReply:
         call = cancel_call(self.keys, job_id, reason, ttl)
-        return cancel_reply(await self.patiently(lambda: self._runner.run(*call), outage_s=BRIEF_S))
+        return cancel_reply(await self.patiently(lambda: self._runner.run(*call), deadline, BRIEF_S))
 
     async def _abandon(self, ids: Sequence[str]) -> None:
         deadline = Deadline.after("map: not cancelled", CLEAN_UP_S)

@@ -126,15 +126,18 @@ class Job:
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(f"job {self.id}: not finished", timeout)
 
-    def cancel(self, reason: str = "user", ttl: int = CANCEL_TTL_S) -> CancelReply:
+    def cancel(self, reason: str = "user", ttl: int = CANCEL_TTL_S, timeout: float | None = None) -> CancelReply:
         """Cancel: a queued or delayed job ends at once, a running one within a step. Partial text is kept.
 
-        `ttl`: seconds for which a cancel of a job that has not come yet is remembered.
+        Args:
+            ttl: seconds for which a cancel of a job that has not come yet is remembered.
+            timeout: seconds to wait for Redis; the end of the job is not waited for.
 
         Raises:
-            redis.RedisError: Redis stayed away for 30 s, or refuses.
+            TimeoutError: Redis did not answer within `timeout` seconds. The job may have been cancelled.
+            redis.RedisError: without a time-out: Redis stayed away for 30 s; with one: it refuses for good.
         """
-        return self._client._cancel(self.id, reason, ttl)
+        return self._client._cancel(self.id, reason, ttl, Deadline.after(f"job {self.id}: not cancelled", timeout))
 
 
 class Client:
@@ -390,9 +393,9 @@ class Client:
 
         self.patiently(add, job.deadline, job.outage_s)
 
-    def _cancel(self, job_id: str, reason: str, ttl: int) -> CancelReply:
+    def _cancel(self, job_id: str, reason: str, ttl: int, deadline: Deadline) -> CancelReply:
         call = cancel_call(self.keys, job_id, reason, ttl)
-        return cancel_reply(self.patiently(lambda: self._runner.run(*call), outage_s=BRIEF_S))
+        return cancel_reply(self.patiently(lambda: self._runner.run(*call), deadline, BRIEF_S))
 
     def _abandon(self, ids: Sequence[str]) -> None:
         """Cancel jobs whose results nobody waits for any more; an error must not hide why that is so."""
