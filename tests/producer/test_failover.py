@@ -15,19 +15,21 @@ from typing import Any
 import pytest
 import redis
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
+from rq.job import Job as RqJob
 
-from producer import AsyncClient, CancelReply, Client, FinalEvent, QueueFull, batch
+from producer import AsyncClient, CancelReply, Client, FinalEvent, QueueFull, batch, jobs
 from producer.batch.report import BatchReport
 from producer.patience import BRIEF_S, Deadline, Line, Tries
 from producer.protocol.connection import command_client
 from producer.protocol.faults import WrongProtocol, misdirected, transient
-from producer.protocol.job import Identity
+from producer.protocol.job import Identity, JobEntry
 from producer.protocol.keys import Keys
 from producer.protocol.result import Choice, Result, Status
 from producer.protocol.scripts import Ref
+from tests.chaos.proxy import Proxy
 from tests.producer.batch.files import request, write
 from tests.producer.mini import MiniWorker, Queue
-from tests.support import RedisServer, eventually, free_port
+from tests.support import RedisServer, eventually, free_port, running_redis
 
 Call = Callable[[Client], Any]
 
@@ -200,6 +202,36 @@ def test_a_batch_outlives_a_failover(
         eventually(lambda: refusals(server, word) > 1)
     with worker(queue):
         assert running.outcome() == BatchReport(6, 6, 0)
+
+
+@pytest.mark.redis_server
+@pytest.mark.parametrize("name", ["submit", "async submit", "many"])
+def test_a_name_that_leads_to_another_master_is_followed(
+    name: str, own_redis: RedisServer, server: redis.Redis, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    proxy = Proxy(own_redis.port)
+    url, entries = f"redis://127.0.0.1:{proxy.port}/0", [JobEntry(f"j{n}", b'{"prompt":"x"}') for n in range(3)]
+
+    def change() -> None:
+        server.replicaof("127.0.0.1", "1")
+        proxy.point(master.port)
+
+    async def scene() -> None:
+        async with AsyncClient(url) as client:
+            await client.job("unknown").cancel()
+            change()
+            await client.submit("x", wait=True, timeout=30)
+
+    with running_redis(tmp_path_factory.mktemp("master")) as master, master.client() as found:
+        if name == "async submit":
+            asyncio.run(scene())
+        else:
+            with Client(url) as client:
+                client.job("unknown").cancel()
+                change()
+                client.submit("x", wait=True, timeout=30) if name == "submit" else client.submit_all(entries)
+        assert found.xlen(Keys("default").lane("normal")) == (3 if name == "many" else 1)
+    proxy.close()
 
 
 @pytest.mark.redis_server
@@ -454,6 +486,18 @@ def test_a_submit_that_waits_for_room_ends_with_its_time_out(queue: Queue, clien
     assert isinstance(late.value.__cause__, QueueFull)
     with pytest.raises(TimeoutError, match=r"no job finished within 0\.2 s"):
         list(client.map(["x"], timeout=0.2))
+
+
+def test_a_note_for_rqs_dashboards_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(error: RedisError) -> None:
+        raise error
+
+    job = RqJob(id="a", connection=redis.Redis())
+    monkeypatch.setattr(job, "save_meta", lambda: refuse(redis.exceptions.ReadOnlyError("You can't write")))
+    jobs._tell(job, {"status": "submitted"})
+    monkeypatch.setattr(job, "save_meta", lambda: refuse(NoPermissionError("no rights")))
+    with pytest.raises(NoPermissionError):
+        jobs._tell(job, {"status": "submitted"})
 
 
 @pytest.mark.parametrize(
