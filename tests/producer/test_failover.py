@@ -515,6 +515,7 @@ def test_a_note_for_rqs_dashboards_ends_no_job(monkeypatch: pytest.MonkeyPatch) 
         (AuthenticationError("invalid username-password pair"), False),
         (NoPermissionError("this user has no permissions"), False),
         (redis.ResponseError("WRONGTYPE Operation against a key holding the wrong kind of value"), False),
+        (redis.ResponseError("ERR ACL failure in script: this user has no permissions. BUSY"), False),
         (redis.ResponseError("BUSYGROUP Consumer Group name already exists"), False),
         (redis.exceptions.InvalidResponse("Protocol error"), False),
     ],
