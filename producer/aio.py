@@ -8,25 +8,27 @@
         async for result in client.map(prompts, window=32, ordered=False):
             ...
 
-Docstrings of arguments and errors are in `producer.client`.
+Docstrings of arguments and errors are in `producer.client`, and so is what callers see while Redis is away.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from redis.exceptions import RedisError
+
 from producer.core import (
     BLOCK_MS,
+    CLEAN_UP_S,
     READ_COUNT,
-    RECONNECT_S,
     WINDOW,
-    Deadline,
     Emit,
+    Full,
     Get,
     Prompt,
     Read,
@@ -34,30 +36,24 @@ from producer.core import (
     Submit,
     TextFollower,
     Window,
-    backoff,
     check_event_id,
     make_entry,
+    no_room,
     result_steps,
     stream_steps,
 )
-from producer.protocol.calls import (
-    JobExists,
-    QueueFull,
-    QuotaExceeded,
-    cancel_call,
-    cancel_reply,
-    enqueue_call,
-    enqueue_reply,
-)
-from producer.protocol.connection import DEFAULT_URL, REDIS_DOWN, async_client
+from producer.patience import AT_ONCE_S, BRIEF_S, OUTAGE_S, Deadline, Line, Tries, backoff
+from producer.protocol.calls import JobExists, cancel_call, cancel_reply, enqueue_call
+from producer.protocol.connection import DEFAULT_URL, async_client, ends_by
 from producer.protocol.events import Event
-from producer.protocol.job import JobEntry
+from producer.protocol.faults import DEMOTED
 from producer.protocol.keys import CANCEL_TTL_S, Keys, check_name
 from producer.protocol.lua import AsyncRunner
 from producer.protocol.replies import CancelReply
 from producer.protocol.result import Result
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class AsyncJob:
@@ -72,7 +68,7 @@ class AsyncJob:
 
     def stream(self, from_id: str = "0", timeout: float | None = None) -> AsyncGenerator[Event, None]:
         """As `Job.stream`."""
-        return self._client._stream(self.id, check_event_id(from_id), Deadline.after(f"job {self.id}", timeout))
+        return self._client._stream(self.id, check_event_id(from_id), self._deadline(timeout))
 
     async def text(self, index: int = 0, timeout: float | None = None) -> AsyncIterator[str]:
         """As `Job.text`."""
@@ -85,24 +81,35 @@ class AsyncJob:
 
     async def result(self, timeout: float | None = None) -> Result:
         """As `Job.result`."""
-        return await self._client._result(self.id, Deadline.after(f"job {self.id}", timeout))
+        return await self._client._result(self.id, self._deadline(timeout))
 
-    async def cancel(self, reason: str = "user", ttl: int = CANCEL_TTL_S) -> CancelReply:
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline.after(f"job {self.id}: not finished", timeout)
+
+    async def cancel(self, reason: str = "user", ttl: int = CANCEL_TTL_S, timeout: float | None = None) -> CancelReply:
         """As `Job.cancel`."""
-        return await self._client._cancel(self.id, reason, ttl)
+        deadline = Deadline.after(f"job {self.id}: not cancelled", timeout)
+        return await self._client._cancel(self.id, reason, ttl, deadline)
 
 
 class AsyncClient:
     """Submits jobs to one queue and reads what comes of them; belongs to one event loop. Arguments as `Client`."""
 
     def __init__(
-        self, url: str = DEFAULT_URL, queue: str = "default", *, prefix: str = "tokenmill", block_ms: int = BLOCK_MS
+        self,
+        url: str = DEFAULT_URL,
+        queue: str = "default",
+        *,
+        prefix: str = "tokenmill",
+        block_ms: int = BLOCK_MS,
+        fail_fast: bool = False,
     ) -> None:
         self.keys = Keys(queue, prefix)
-        self.redis = async_client(url)
+        self.redis = async_client(url, retries=0)
         self._blocking = async_client(url, block_ms)
         self._block_ms = block_ms
         self._runner = AsyncRunner(self.redis)
+        self._line = Line(fail_fast)
 
     async def submit(
         self,
@@ -120,13 +127,13 @@ class AsyncClient:
         traceparent: str | None = None,
         max_attempts: int | None = None,
         wait: bool = False,
+        timeout: float | None = None,
         **params: Any,
     ) -> AsyncJob:
         """As `Client.submit`."""
         entry = make_entry(
             prompt,
             messages,
-            params,
             id=id,
             ttl=ttl,
             group=group,
@@ -135,11 +142,12 @@ class AsyncClient:
             callback=callback,
             traceparent=traceparent,
             max_attempts=max_attempts,
+            **params,
         )
-        if delay is not None and delay > 0:
-            await self._delay(entry, priority, delay)
-        else:
-            await self._enqueue(entry, priority, wait)
+        deadline = Deadline.after(f"job {entry.id}: not taken", timeout)
+        full = await self._submit(Submit(entry, priority, delay, wait, deadline, OUTAGE_S if wait else AT_ONCE_S))
+        if full is not None:
+            raise full
         return AsyncJob(self, entry.id)
 
     def job(self, id: str) -> AsyncJob:
@@ -156,14 +164,33 @@ class AsyncClient:
         **params: Any,
     ) -> AsyncGenerator[Result, None]:
         """As `Client.map`. To leave it early use `contextlib.aclosing`: the unfinished are then cancelled at once."""
-        work = Window(self.keys, prompts, window, ordered, timeout, self._block_ms)
+        work = Window(
+            self.keys, prompts, params, window=window, ordered=ordered, timeout=timeout, block_ms=self._block_ms
+        )
         try:
-            async with aclosing(self._drive(work.steps(), {"stream": False, "wait": True, **params})) as results:
+            async with aclosing(self._drive(work.steps())) as results:
                 async for result in results:
                     yield result
         finally:
-            for job_id in list(work.pending):
-                await self._cancel(job_id, "abandoned", CANCEL_TTL_S)
+            await self._abandon(list(work.pending))
+
+    async def patiently(
+        self, call: Callable[[], Awaitable[T]], deadline: Deadline | None = None, outage_s: float = OUTAGE_S
+    ) -> T:
+        """As `Client.patiently`, but not to be nested."""
+        tries = Tries(self._line, deadline, outage_s)
+        while True:
+            try:
+                with ends_by(tries.ends_by):
+                    reply = await call()
+            except RedisError as error:
+                if isinstance(error, DEMOTED):
+                    for client in (self.redis, self._blocking):
+                        await client.connection_pool.disconnect(inuse_connections=False)
+                await asyncio.sleep(tries.pause(error))
+            else:
+                self._line.works()
+                return reply
 
     async def close(self) -> None:
         await self.redis.aclose()
@@ -177,49 +204,63 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _enqueue(self, entry: JobEntry, priority: str, wait: bool) -> None:
-        call = enqueue_call(self.keys, entry, priority)
-        pauses, give_up = backoff(), time.monotonic() + RECONNECT_S
+    async def _submit(self, job: Submit) -> Full | None:
+        if job.delay is not None and job.delay > 0:
+            await self._delay(job, job.delay)
+            return None
+        call, pauses = enqueue_call(self.keys, job.entry, job.priority), backoff()
         while True:
-            try:
-                enqueue_reply(await self._runner.run(*call), entry)
-                return
-            except (QueueFull, QuotaExceeded):
-                if not wait:
-                    raise
-            except REDIS_DOWN:
-                if not wait or time.monotonic() > give_up:
-                    raise
-            await asyncio.sleep(next(pauses))
+            reply = await self.patiently(lambda: self._runner.run(*call), job.deadline, job.outage_s)
+            full = no_room(reply, job.entry)
+            if full is None or not job.wait:
+                return full
+            if not job.deadline.left:
+                raise job.deadline.missed(full) from full
+            await asyncio.sleep(min(next(pauses), job.deadline.left))
 
-    async def _delay(self, entry: JobEntry, priority: str, delay: float) -> None:
-        enqueue_call(self.keys, entry, priority)  # for its checks
-        known = (self.keys.result(entry.id), self.keys.delayed_job(entry.id), self.keys.job(entry.id))
-        if await self.redis.exists(*known):
+    async def _delay(self, job: Submit, delay: float) -> None:
+        keys, entry = self.keys, job.entry
+        enqueue_call(keys, entry, job.priority)  # for its checks
+        known = (keys.result(entry.id), keys.delayed_job(entry.id), keys.job(entry.id))
+        if await self.patiently(lambda: self.redis.exists(*known), job.deadline, job.outage_s):
             raise JobExists(entry.id, "known")
-        seconds, micros = await self.redis.time()
-        fields: dict[Any, Any] = {**entry.fields(), "lane": priority}
+        seconds, micros = await self.patiently(self.redis.time, job.deadline, job.outage_s)
+        fields: dict[Any, Any] = {**entry.fields(), "lane": job.priority}
         due = seconds * 1000 + micros // 1000 + round(delay * 1000)
-        async with self.redis.pipeline(transaction=True) as pipe:
-            pipe.hset(self.keys.delayed_job(entry.id), mapping=fields)
-            pipe.zadd(self.keys.delayed, {entry.id: due})
-            await pipe.execute()
 
-    async def _cancel(self, job_id: str, reason: str, ttl: int) -> CancelReply:
-        return cancel_reply(await self._runner.run(*cancel_call(self.keys, job_id, reason, ttl)))
+        async def add() -> None:
+            async with self.redis.pipeline(transaction=True) as pipe:
+                pipe.hset(keys.delayed_job(entry.id), mapping=fields)
+                pipe.zadd(keys.delayed, {entry.id: due})
+                await pipe.execute()
+
+        await self.patiently(add, job.deadline, job.outage_s)
+
+    async def _cancel(self, job_id: str, reason: str, ttl: int, deadline: Deadline) -> CancelReply:
+        call = cancel_call(self.keys, job_id, reason, ttl)
+        return cancel_reply(await self.patiently(lambda: self._runner.run(*call), deadline, BRIEF_S))
+
+    async def _abandon(self, ids: Sequence[str]) -> None:
+        deadline = Deadline.after("map: not cancelled", CLEAN_UP_S)
+        left = list(ids)
+        try:
+            while left:
+                call = cancel_call(self.keys, left[-1], "abandoned", CANCEL_TTL_S)
+                await self.patiently(lambda call=call: self._runner.run(*call), deadline)  # type: ignore[misc]
+                left.pop()
+        except (RedisError, TimeoutError) as error:
+            log.warning("unfinished jobs go on: %s; could not cancel them: %s", ", ".join(left), error)
 
     async def _stream(self, job_id: str, from_id: str, deadline: Deadline) -> AsyncGenerator[Event, None]:
-        async with aclosing(
-            self._drive(stream_steps(self.keys, job_id, from_id, deadline, self._block_ms), {})
-        ) as events:
+        async with aclosing(self._drive(stream_steps(self.keys, job_id, from_id, deadline, self._block_ms))) as events:
             async for event in events:
                 yield event
 
     async def _result(self, job_id: str, deadline: Deadline) -> Result:
-        async with aclosing(self._drive(result_steps(self.keys, job_id, deadline, self._block_ms), {})) as results:
+        async with aclosing(self._drive(result_steps(self.keys, job_id, deadline, self._block_ms))) as results:
             return await anext(results)
 
-    async def _drive(self, steps: Steps[T], defaults: Mapping[str, Any]) -> AsyncGenerator[T, None]:
+    async def _drive(self, steps: Steps[T]) -> AsyncGenerator[T, None]:
         reply: Any = None
         while True:
             try:
@@ -230,22 +271,16 @@ class AsyncClient:
             if isinstance(step, Emit):
                 yield step.value
             elif isinstance(step, Submit):
-                reply = (await self.submit(**{**defaults, **step.arguments})).id
+                reply = await self._submit(step)
             else:
                 reply = await self._read(step)
 
     async def _read(self, step: Read | Get) -> Any:
-        """Reads change nothing, so they are tried again while Redis is away."""
-        pauses, give_up = backoff(), time.monotonic() + RECONNECT_S
-        while True:
-            try:
-                if isinstance(step, Get):
-                    return await self.redis.mget(step.keys)
-                streams: dict[Any, Any] = dict(step.streams)
-                if step.block_ms is None:
-                    return await self.redis.xread(streams, count=READ_COUNT)
-                return await self._blocking.xread(streams, count=READ_COUNT, block=step.block_ms)
-            except REDIS_DOWN:
-                if time.monotonic() > give_up:
-                    raise
-            await asyncio.sleep(next(pauses))
+        if isinstance(step, Get):
+            return await self.patiently(lambda: self.redis.mget(step.keys), step.deadline)
+        return await self.patiently(lambda: self._xread(step.streams, step.block_ms), step.deadline)
+
+    async def _xread(self, streams: Mapping[str, str], block_ms: int | None) -> Any:
+        asked: dict[Any, Any] = dict(streams)
+        reader = self.redis if block_ms is None else self._blocking
+        return await reader.xread(asked, count=READ_COUNT, block=block_ms)

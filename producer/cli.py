@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any, NoReturn
@@ -23,6 +24,7 @@ from producer.batch.cli import app as batch
 from producer.client import Client, Job
 from producer.console import EPILOG, Exit, Prefix, Queue, Url, connected, end
 from producer.core import TextFollower, TextRestarted
+from producer.patience import BRIEF_S
 from producer.protocol.body import Body
 from producer.protocol.connection import DEFAULT_URL
 from producer.protocol.events import FinalEvent
@@ -101,6 +103,9 @@ app.add_typer(batch, name="batch")
 PATIENCE_S = 10.0
 """After so long without a word from a job, `submit`, `tail` and `result` say what they wait for."""
 
+CTRL_C_S = 3.0
+"""How long Redis may take for the cancel that Ctrl-C sends."""
+
 JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id.", show_default=False)]
 Timeout = Annotated[float | None, typer.Option("--timeout", min=0, help="Seconds to wait; the job itself goes on.")]
 
@@ -148,14 +153,17 @@ def submit(
         request = {"messages": [*messages, {"role": "user", "content": text}]}
     request |= {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, **_params(param or [])}
     with connected(redis, queue, prefix) as client:
-        job = client.submit(**request, id=job_id, priority=priority, ttl=ttl)
+        begun = time.monotonic()
+        job = client.submit(
+            **request, id=job_id, priority=priority, ttl=ttl, timeout=BRIEF_S if timeout is None else timeout
+        )
         if not wait:
             print(job.id)
             return
         try:
-            _follow(client, job, timeout)
+            _follow(client, job, None if timeout is None else max(0.0, begun + timeout - time.monotonic()))
         except (KeyboardInterrupt, BrokenPipeError) as left:
-            job.cancel()
+            job.cancel(timeout=CTRL_C_S)
             if isinstance(left, BrokenPipeError):  # `| head`: nobody reads what is still in the buffer
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             end(Exit.INTERRUPTED, f"\njob {job.id} cancelled")
@@ -216,25 +224,29 @@ def cancel(
 def info(redis: Url = DEFAULT_URL, queue: Queue = "default", prefix: Prefix = "tokenmill") -> None:
     """Show how many jobs wait or run in each lane, and who serves the queue."""
     with connected(redis, queue, prefix) as client:
-        keys, pipe = client.keys, client.redis.pipeline(transaction=False)
-        for lane in keys.lanes:
-            pipe.xlen(lane)
-        pipe.zcard(keys.delayed)
-        pipe.xlen(keys.dead)
-        pipe.hget(keys.meta, "paused")
-        *depths, delayed, dead, paused = pipe.execute()
+        (*depths, delayed, dead, paused), workers = client.patiently(lambda: _survey(client), outage_s=BRIEF_S)
         for name, depth in zip(LANES, depths, strict=True):
             print(f"{name:8}{depth}")
         print(f"{'delayed':8}{delayed}\n{'dead':8}{dead}")
         if paused == b"1":
             print("paused: workers read nothing")
-        workers = sorted(client.redis.scan_iter(match=keys.worker("*"), count=1000))
         if not workers:
             print("no worker serves this queue")
-        for key in workers:
-            told: dict[Any, Any] = client.redis.hgetall(key)
+        for key, told in workers.items():
             fields = " ".join(f"{name.decode()}={value.decode()}" for name, value in sorted(told.items()))
-            print(f"worker {key.decode().removeprefix(keys.worker(''))} {fields}")
+            print(f"worker {key.decode().removeprefix(client.keys.worker(''))} {fields}")
+
+
+def _survey(client: Client) -> tuple[list[Any], dict[bytes, dict[Any, Any]]]:
+    """What `info` shows: depths, delayed, dead and `paused`; each worker's key with its fields."""
+    keys, pipe = client.keys, client.redis.pipeline(transaction=False)
+    for lane in keys.lanes:
+        pipe.xlen(lane)
+    pipe.zcard(keys.delayed)
+    pipe.xlen(keys.dead)
+    pipe.hget(keys.meta, "paused")
+    workers: list[Any] = sorted(client.redis.scan_iter(match=keys.worker("*"), count=1000))
+    return pipe.execute(), {key: client.redis.hgetall(key) for key in workers}
 
 
 def _params(pairs: list[str]) -> dict[str, Any]:

@@ -52,12 +52,16 @@ def end(status: Exit, note: str | None = None) -> NoReturn:
 
 @contextmanager
 def connected(url: str, queue: str, prefix: str) -> Iterator[Client]:
-    """A client for the length of a command, whose errors become exit statuses."""
+    """A client for the length of a command, whose errors become exit statuses.
+
+    A Redis that cannot be reached at first is told at once; one that goes away later is waited for.
+    """
     try:
-        with Client(url, queue, prefix=prefix) as client:
+        with Client(url, queue, prefix=prefix, fail_fast=True) as client:
             yield client
     except TimeoutError as late:
-        end(Exit.EXPIRED, str(late))
+        away = isinstance(late.__cause__, RedisError)
+        end(Exit.UNAVAILABLE if away else Exit.EXPIRED, str(late))
     except RedisError as error:
         end(Exit.UNAVAILABLE, f"Redis at {redact(url)}: {_told(error, url)}")
     except JobExists as error:

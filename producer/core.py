@@ -7,15 +7,16 @@ are sent the reply. `client.py` and `aio.py` only carry that out.
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from producer.patience import OUTAGE_S, Deadline
 from producer.protocol.body import encode_body
+from producer.protocol.calls import QueueFull, QuotaExceeded, enqueue_reply
 from producer.protocol.events import SEAL_ID, Event, FinalEvent, StartEvent, StreamReader, TokenEvent
 from producer.protocol.job import JobEntry, parse_entry
-from producer.protocol.keys import RESULT_TTL_S, Keys
+from producer.protocol.keys import Keys
 from producer.protocol.result import Result
 
 T = TypeVar("T")
@@ -24,8 +25,10 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 BLOCK_MS = 5000
 READ_COUNT = 512
-RECONNECT_S = 30.0
-"""How long a wait outlives a Redis that is away."""
+FULL_MS = 1000
+"""While the queue has no room for `map`'s next job, its running ones are waited for so long at a time."""
+CLEAN_UP_S = 5.0
+"""For cancelling what a `map` that is left early has unfinished."""
 WINDOW = 64
 
 
@@ -38,18 +41,25 @@ class Read(NamedTuple):
 
     streams: Mapping[str, str]
     block_ms: int | None
+    deadline: Deadline
 
 
 class Get(NamedTuple):
     """MGET. Reply: a list of bytes or None."""
 
     keys: Sequence[str]
+    deadline: Deadline
 
 
 class Submit(NamedTuple):
-    """Submit with these arguments, waiting for room. Reply: the id."""
+    """Add a job. Reply: None, or why there is no room; with `wait` room is waited for until the deadline."""
 
-    arguments: dict[str, Any]
+    entry: JobEntry
+    priority: str
+    delay: float | None
+    wait: bool
+    deadline: Deadline
+    outage_s: float = OUTAGE_S
 
 
 class Emit(NamedTuple, Generic[T]):
@@ -58,32 +68,8 @@ class Emit(NamedTuple, Generic[T]):
     value: T
 
 
+Full = QueueFull | QuotaExceeded
 Steps = Generator[Read | Get | Submit | Emit[T], Any, None]
-
-
-@dataclass(frozen=True)
-class Deadline:
-    """When a wait ends; without a time-out it ends when the job's result would have expired."""
-
-    what: str
-    timeout: float
-    end: float
-
-    @classmethod
-    def after(cls, what: str, timeout: float | None) -> Deadline:
-        seconds = float(RESULT_TTL_S) if timeout is None else timeout
-        return cls(what, seconds, time.monotonic() + seconds)
-
-    def block_ms(self, most: int) -> int:
-        """How long the next read may block.
-
-        Raises:
-            TimeoutError: the time is up.
-        """
-        left = self.end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError(f"{self.what}: not finished within {self.timeout:g} s")
-        return max(1, min(most, int(left * 1000) + 1))
 
 
 def new_id() -> str:
@@ -92,18 +78,18 @@ def new_id() -> str:
 
 
 def make_entry(
-    prompt: str | Sequence[int] | None,
-    messages: Sequence[Mapping[str, Any]] | None,
-    params: Mapping[str, Any],
+    prompt: str | Sequence[int] | None = None,
+    messages: Sequence[Mapping[str, Any]] | None = None,
     *,
-    id: str | None,
-    ttl: float | None,
-    group: str | None,
-    tenant: str | None,
-    stream: bool,
-    callback: str | None,
-    traceparent: str | None,
-    max_attempts: int | None,
+    id: str | None = None,
+    ttl: float | None = None,
+    group: str | None = None,
+    tenant: str | None = None,
+    stream: bool = True,
+    callback: str | None = None,
+    traceparent: str | None = None,
+    max_attempts: int | None = None,
+    **params: Any,
 ) -> JobEntry:
     """The entry of a job, checked by the worker's own rules.
 
@@ -132,6 +118,19 @@ def _bytes(value: str | bytes) -> bytes:
     return value if isinstance(value, bytes) else value.encode("utf-8", "replace")
 
 
+def no_room(reply: Any, entry: JobEntry) -> Full | None:
+    """What ENQUEUE says of an entry: None where it was taken.
+
+    Raises:
+        JobExists: the id is in use.
+    """
+    try:
+        enqueue_reply(reply, entry)
+    except (QueueFull, QuotaExceeded) as full:
+        return full
+    return None
+
+
 def map_arguments(prompt: Prompt) -> dict[str, Any]:
     """What one item of `map` means to `submit`."""
     if isinstance(prompt, str):
@@ -143,25 +142,20 @@ def map_arguments(prompt: Prompt) -> dict[str, Any]:
     return {"prompt": prompt}
 
 
-def backoff() -> Generator[float, None, None]:
-    """Seconds to wait between tries: doubling up to one."""
-    pause = 0.02
-    while True:
-        yield pause
-        pause = min(1.0, pause * 2)
-
-
 def stream_steps(keys: Keys, job_id: str, from_id: str, deadline: Deadline, block_ms: int) -> Steps[Event]:
-    """Follow a job's events until `final`. Where the stream has expired, the result key stands in for it."""
+    """Follow a job's events until `final`. Where the stream has expired, the result key stands in for it.
+
+    What is there already is handed out when the time is up, too.
+    """
     reader, out = StreamReader(from_id), keys.out(job_id)
     block: int | None = None
     raw: bytes | None = None
     while True:
-        replies = yield Read({out: reader.last_id}, block)
+        replies = yield Read({out: reader.last_id}, block, deadline)
         entries = replies[0][1] if replies else []
         for event in reader.feed(entries):
             if isinstance(event, FinalEvent) and event.result is None:
-                raw = (yield Get([keys.result(job_id)]))[0]
+                raw = (yield Get([keys.result(job_id)], deadline))[0]
                 event = replace(event, result=Result.from_json(raw) if raw else None)
             yield Emit(event)
         if reader.done:
@@ -171,9 +165,10 @@ def stream_steps(keys: Keys, job_id: str, from_id: str, deadline: Deadline, bloc
             yield Emit(FinalEvent(reader.last_id, result.status, result))
             return
         if raw is None and not entries:
-            raw = (yield Get([keys.result(job_id)]))[0]
+            raw = (yield Get([keys.result(job_id)], deadline))[0]
         # Result and final event are written at once: with the result seen, the rest of the stream is there to be read.
-        block = None if raw is not None else deadline.block_ms(block_ms)
+        there = raw is not None or (entries and not deadline.left)
+        block = None if there else deadline.block_ms(block_ms)
 
 
 def check_event_id(text: str) -> str:
@@ -192,11 +187,11 @@ def result_steps(keys: Keys, job_id: str, deadline: Deadline, block_ms: int) -> 
     """Wait for a job's result without reading its tokens."""
     out, last = keys.out(job_id), SEAL_ID
     while True:
-        raw = (yield Get([keys.result(job_id)]))[0]
+        raw = (yield Get([keys.result(job_id)], deadline))[0]
         if raw is not None:
             yield Emit(Result.from_json(raw))
             return
-        replies = yield Read({out: last}, deadline.block_ms(block_ms))
+        replies = yield Read({out: last}, deadline.block_ms(block_ms), deadline)
         if replies:
             last = replies[0][1][-1][0].decode()
 
@@ -208,11 +203,21 @@ class Window:
     """
 
     def __init__(
-        self, keys: Keys, prompts: Iterable[Prompt], window: int, ordered: bool, timeout: float | None, block_ms: int
+        self,
+        keys: Keys,
+        prompts: Iterable[Prompt],
+        defaults: Mapping[str, Any],
+        *,
+        window: int,
+        ordered: bool,
+        timeout: float | None,
+        block_ms: int,
     ) -> None:
+        """`defaults`: arguments of `submit` that a prompt's own go before."""
         if window < 1:
             raise ValueError("window: must be at least 1")
         self.keys, self.ordered, self.window, self.timeout, self.block_ms = keys, ordered, window, timeout, block_ms
+        self.defaults = {"stream": False, **defaults}
         self.items = enumerate(prompts)
         self.pending: dict[str, int] = {}
         """Ids of unfinished jobs, with their place."""
@@ -221,29 +226,46 @@ class Window:
         self._handed = 0
 
     def steps(self) -> Steps[Result]:
-        """Raises TimeoutError when no job finished for `timeout` seconds."""
+        """Raises TimeoutError when for `timeout` seconds no job finished and none was taken by the queue."""
         item = next(self.items, None)
-        deadline = Deadline.after("map", self.timeout)
+        deadline = self._deadline()
         while item is not None or self.pending:
-            while item is not None and self._room():
+            full: Full | None = None
+            while item is not None and full is None and self._room():
                 place, prompt = item
-                job_id = yield Submit(map_arguments(prompt))
-                self.pending[job_id] = place
-                self._last[job_id] = SEAL_ID
-                item = next(self.items, None)
+                submit, patient = self._submit(prompt, deadline)
+                full = yield submit
+                if full is None:
+                    self.pending[submit.entry.id] = place
+                    self._last[submit.entry.id] = SEAL_ID
+                    item = next(self.items, None)
+                    deadline = self._deadline()
+                elif not patient:
+                    raise full
             ids = list(self.pending)
-            replies = yield Get([self.keys.result(job_id) for job_id in ids])
+            replies = yield Get([self.keys.result(job_id) for job_id in ids], deadline)
             done = [(job_id, raw) for job_id, raw in zip(ids, replies, strict=True) if raw is not None]
             for job_id, raw in done:
                 yield from self._take(job_id, Result.from_json(raw))
             if done:
-                deadline = Deadline.after("map", self.timeout)
+                deadline = self._deadline()
                 continue
             streams = {self.keys.out(job_id): self._last[job_id] for job_id in ids}
-            read = yield Read(streams, deadline.block_ms(self.block_ms))
+            block_ms = deadline.block_ms(min(self.block_ms, FULL_MS) if full else self.block_ms)
+            read = yield Read(streams, block_ms, deadline)
             by_stream = {self.keys.out(job_id): job_id for job_id in ids}
             for stream, entries in read or ():
                 self._last[by_stream[stream.decode()]] = entries[-1][0].decode()
+
+    def _submit(self, prompt: Prompt, deadline: Deadline) -> tuple[Submit, bool]:
+        """The step, and whether a lack of room is to be waited for. While jobs run it is they who are waited for."""
+        arguments = {**self.defaults, **map_arguments(prompt)}
+        priority, delay = arguments.pop("priority", "normal"), arguments.pop("delay", None)
+        patient = arguments.pop("wait", True)
+        return Submit(make_entry(**arguments), priority, delay, patient and not self.pending, deadline), patient
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after("map: no job finished", self.timeout)
 
     def _room(self) -> bool:
         held = len(self._ready) + len(self.pending)

@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import orjson
 import rq
+from redis.exceptions import RedisError
 from rq.exceptions import InvalidJobOperation
 from rq.job import Job as RqJob
 from rq.timeouts import JobTimeoutException
@@ -34,8 +35,10 @@ from producer.aftermath import after_death
 from producer.callbacks import Courier
 from producer.client import Client, Job
 from producer.janitor import IDLE_S, clean_up
+from producer.patience import BRIEF_S
 from producer.protocol.calls import JobExists
 from producer.protocol.connection import DEFAULT_URL
+from producer.protocol.faults import transient
 from producer.protocol.result import Result
 from producer.webhook import WebhookSettings
 
@@ -175,7 +178,7 @@ def janitor(
 ) -> dict[str, int]:
     """Remove consumers that hold nothing and did nothing for so long, and let abandoned groups expire."""
     with _client(redis_url, queue, prefix) as client:
-        return clean_up(client.redis, client.keys, idle_seconds)
+        return client.patiently(lambda: clean_up(client.redis, client.keys, idle_seconds), outage_s=BRIEF_S)
 
 
 def _running() -> RqJob:
@@ -200,7 +203,8 @@ def _current_id(client: Client, job: RqJob) -> str:
     base = job.id if len(job.id) <= LONGEST_ID else hashlib.sha256(job.id.encode()).hexdigest()
     for generation in itertools.count(1):
         request = f"{base}.g{generation}"
-        raw, cancel = client.redis.mget([client.keys.result(request), client.keys.cancel(request)])
+        names = [client.keys.result(request), client.keys.cancel(request)]
+        raw, cancel = client.patiently(lambda names=names: client.redis.mget(names))  # type: ignore[misc]
         if Result.from_json(raw).ok if raw is not None else cancel is None:
             return request
     raise RuntimeError("unreachable")
@@ -214,7 +218,8 @@ def _wait(job: RqJob, request: Job) -> Result:
                 return request.result(timeout=POLL_S)
             except TimeoutError:
                 if cancelled():
-                    request.cancel("cancelled in RQ")
+                    with suppress(TimeoutError):  # Redis is away: the next round tries again
+                        request.cancel("cancelled in RQ", timeout=POLL_S)
     except JobTimeoutException:
         if not job.retries_left:
             request.cancel("time-out in RQ")
@@ -238,6 +243,8 @@ def _asked(job: RqJob) -> Callable[[], bool]:
                 asked = job.get_status(refresh=True) == "canceled"
             except InvalidJobOperation:
                 asked = True
+            except RedisError as error:
+                _check_transient(error)
         return asked
 
     return probe
@@ -260,6 +267,14 @@ def _makes_way(job: RqJob | None) -> Callable[[], bool]:
 
 
 def _tell(job: RqJob, what: dict[str, Any]) -> None:
-    """Note it where `rq` and its dashboards show it."""
+    """Note it where `rq` and its dashboards show it. A Redis that is away does not end the job for that."""
     job.meta["tokenmill"] = what
-    job.save_meta()  # type: ignore[no-untyped-call]
+    try:
+        job.save_meta()  # type: ignore[no-untyped-call]
+    except RedisError as error:
+        _check_transient(error)
+
+
+def _check_transient(error: RedisError) -> None:
+    if not transient(error):
+        raise error

@@ -7,30 +7,24 @@ from collections import Counter
 
 import redis
 import structlog
-from redis.exceptions import ClusterDownError, MasterDownError, OutOfMemoryError, ResponseError, TryAgainError
+from redis.exceptions import ResponseError
 
-from producer.protocol.connection import REDIS_DOWN
+from producer.protocol.faults import transient
 
 log = structlog.get_logger()
 
 REPEAT_SECONDS = 30.0
 """How often a new outage is worth a line."""
 
-_PASSING = (*REDIS_DOWN, ClusterDownError, MasterDownError, OutOfMemoryError, TryAgainError)
-_WORDS = ("OOM", "LOADING", "BUSY", "MISCONF", "READONLY", "NOREPLICAS", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN")
-
 
 def passing(error: redis.RedisError) -> bool:
-    """Whether the same command may work later: Redis is away, starting, full, or changing its master."""
-    if isinstance(error, _PASSING):
-        return True
-    # Errors inside a script come as plain response errors that hold the first one's text.
-    return isinstance(error, ResponseError) and any(word in str(error) for word in _WORDS)
+    """Whether the same command may work later; the rule is the clients' as well."""
+    return transient(error)
 
 
 def no_group(error: redis.RedisError) -> bool:
     """Whether the streams or their group are gone: Redis was flushed, or came back empty."""
-    words = ("NOGROUP", "UNBLOCKED", "requires the key to exist")  # the last one is fakeredis' word for it
+    words = ("NOGROUP", "no longer exists", "requires the key to exist")  # the last one is fakeredis' word for it
     return isinstance(error, ResponseError) and any(word in str(error) for word in words)
 
 

@@ -7,7 +7,6 @@ found by looking at all of them when nothing has happened for a while.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,23 +14,20 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
-from redis.exceptions import NoPermissionError, OutOfMemoryError
+from redis.exceptions import NoPermissionError, RedisError
 
 from producer.batch.index import Line
 from producer.batch.report import BatchStopped
 from producer.batch.response import Asked
 from producer.client import Client
-from producer.core import READ_COUNT, backoff
+from producer.core import READ_COUNT
 from producer.protocol.calls import JobExists
-from producer.protocol.connection import REDIS_DOWN
+from producer.protocol.faults import transient
 from producer.protocol.job import JobEntry
 from producer.protocol.result import Result
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
-OUTAGE_S = 300.0
-"""How long a run outlives a Redis that is away or full."""
 IDLE_MS = 1000
 """After so long without an end all results are looked for."""
 LINGER_S = 0.02
@@ -81,8 +77,6 @@ class Flights:
         self._looked = 0.0
         self._full_until = 0.0
         self._may_forget = True
-        self._reached = False
-        """Redis has answered once; who cannot reach it at all is told at once."""
         self._entries: list[str] = []
 
     def __len__(self) -> int:
@@ -157,26 +151,18 @@ class Flights:
             return
         try:
             for at in range(0, max(len(todo), len(entries)), 500):
-                self._client.forget(todo[at : at + 500], self._group, entries[at : at + 500])
+                some = (todo[at : at + 500], self._group, entries[at : at + 500])
+                self._client.patiently(lambda some=some: self._client.forget(*some), outage_s=0.0)  # type: ignore[misc]
         except NoPermissionError:
             self._may_forget = False
-        except REDIS_DOWN:
-            return
+        except RedisError as error:
+            if not transient(error):
+                raise
 
     def _patiently(self, call: Callable[[], T]) -> T:
         """All calls may be repeated: a job that was added is refused as existing, and reads change nothing."""
-        give_up, pauses, noted = time.monotonic() + OUTAGE_S, backoff(), False
-        while True:
-            try:
-                answer = call()
-                self._reached = True
-                return answer
-            except (*REDIS_DOWN, OutOfMemoryError) as error:
-                unknown = not self._reached and not isinstance(error, OutOfMemoryError)
-                if unknown or time.monotonic() > give_up:
-                    raise
-                if not noted:
-                    log.warning("waiting for Redis, up to %g s: %s", OUTAGE_S, error)
-                    noted = True
-            if self._stop.wait(next(pauses)):
-                raise BatchStopped("stopped while Redis was away")
+        return self._client.patiently(call, pause=self._pause)
+
+    def _pause(self, seconds: float) -> None:
+        if self._stop.wait(seconds):
+            raise BatchStopped("stopped while Redis was away")

@@ -1,6 +1,7 @@
 """Which errors of Redis pass by themselves: the one rule of workers and clients. No I/O here.
 
     transient(error)        # the same command may work later: try again
+    refused(error)          # Redis does not take the credentials, or grants no right
     misdirected(error)      # before a first answer: the URL is wrong, and waiting does not mend it
     answered(error)         # Redis itself said so, which it can only do where it was reached
 
@@ -18,12 +19,14 @@ from typing import Final
 
 from redis.exceptions import (
     AuthenticationError,
+    AuthenticationWrongNumberOfArgsError,
     AuthorizationError,
     BusyLoadingError,
     ClusterDownError,
     ConnectionError,
     MasterDownError,
     MovedError,
+    NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
@@ -54,13 +57,25 @@ DEMOTED: Final = (ReadOnlyError, MovedError)
 _UNKNOWN: Final = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 
 
+_REFUSED: Final = (AuthenticationError, AuthorizationError, AuthenticationWrongNumberOfArgsError, NoPermissionError)
+_REFUSED_WORDS: Final = re.compile(r"\b(NOAUTH|WRONGPASS|NOPERM|ACL failure in script|unauthenticated)\b")
+"""The last one is of `Protocol error: unauthenticated multibulk length`: without a login long commands are cut off."""
+
+
 class WrongProtocol(ConnectionError):
     """TLS was spoken to a plain port, or the other way round."""
 
 
+def refused(error: RedisError) -> bool:
+    """Whether Redis does not take our user, its password or, for lack of a right, the command."""
+    if isinstance(error, _REFUSED):
+        return True
+    return isinstance(error, ResponseError) and _REFUSED_WORDS.search(str(error)) is not None
+
+
 def transient(error: RedisError) -> bool:
     """Whether the same command may work later: Redis is away, starting, full, or changing its master."""
-    if isinstance(error, (AuthenticationError, AuthorizationError)):  # which redis-py counts as connection errors
+    if refused(error):  # redis-py counts some of these as errors of the connection
         return False
     if isinstance(error, _PASSING):
         return True

@@ -29,6 +29,10 @@ class Proxy:
         """Close every connection, whatever is on the way."""
         self._call(self._cut())
 
+    def point(self, target: int) -> None:
+        """Lead further connections elsewhere, as a name does after a failover; open ones stay where they are."""
+        self._target = target
+
     def swallow(self, seconds: float) -> None:
         """Let requests through but no replies, then cut: nobody knows what was done."""
         self._call(self._swallow(seconds))

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from redis.exceptions import RedisError
 
-from producer.protocol.connection import REDIS_DOWN, command_client
+from producer.protocol.connection import command_client
+from producer.protocol.faults import transient
 from producer.protocol.job import JobEntry
 from producer.protocol.keys import Keys
 from producer.protocol.scripts import JobExists, Scripts
@@ -78,8 +80,8 @@ class Chaos:
         while True:
             try:
                 return what()
-            except REDIS_DOWN:
-                if time.monotonic() > deadline:
+            except RedisError as error:
+                if not transient(error) or time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)
 

@@ -88,8 +88,14 @@ def test_a_server_that_no_known_authority_vouches_for_is_not_talked_to(secured: 
 
 def test_without_tls_there_is_no_talk(secured: Secured) -> None:
     client = command_client(f"redis://localhost:{secured.port}/0", retries=0)
-    with closing(client), pytest.raises(redis.ConnectionError):
+    with closing(client), pytest.raises(redis.ConnectionError, match="speaks TLS only: use rediss://"):
         client.ping()
+
+
+def test_a_client_is_told_at_once_whom_it_cannot_trust(secured: Secured) -> None:
+    for url in (f"redis://localhost:{secured.port}/0", secured.url(secured.stranger)):
+        with Client(url) as client, pytest.raises(redis.ConnectionError, match=r"(?i)certificate|speaks TLS only"):
+            client.job("a").result(timeout=3600)
 
 
 def test_a_worker_waits_and_says_why(secured: Secured, start: Start) -> None:

@@ -8,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -166,6 +168,27 @@ def test_a_redis_that_wants_a_login_says_so(own_redis: RedisServer, tmp_path: Pa
 
 def test_a_redis_that_is_away_is_told_with_what_to_do(queue: Queue) -> None:
     assert "start one there, or name another" in run(queue, "info", "--redis", "redis://127.0.0.1:1/0").stderr
+
+
+@pytest.mark.redis_server
+def test_a_redis_that_speaks_no_tls_is_told_with_what_to_do(own_redis: RedisServer) -> None:
+    done = CliRunner().invoke(cli.app, ["info", "--redis", f"rediss://127.0.0.1:{own_redis.port}/0"])
+    assert done.exit_code == Exit.UNAVAILABLE
+    assert "use redis://, not rediss://" in done.stderr
+
+
+@pytest.mark.redis_server
+def test_a_time_out_while_redis_is_away_is_no_expired_job(own_redis: RedisServer) -> None:
+    done: list[Any] = []
+    arguments = ["result", "unknown", "--timeout", "2", "--redis", own_redis.url]
+    command = threading.Thread(target=lambda: done.append(CliRunner().invoke(cli.app, arguments)))
+    with own_redis.client() as server:
+        command.start()
+        eventually(lambda: server.info("clients")["blocked_clients"] == 1)
+    own_redis.kill()
+    command.join(20)
+    assert done[0].exit_code == Exit.UNAVAILABLE
+    assert "not finished within 2 s; the last error" in done[0].stderr
 
 
 def test_the_version_is_printed_without_a_command(queue: Queue) -> None:
