@@ -78,6 +78,8 @@ class Engine:
         self._suspects: deque[str] = deque()
         """Requests of a step that raised: each next step runs one of them alone, to find which one it was."""
         self._arrivals = 0
+        self._furthest: dict[int, tuple[int, int]] = {}
+        """For each lane the last place that has come so far."""
         self._steps = 0
         self._prefix_queries = 0
         self._prefix_hits = 0
@@ -131,7 +133,7 @@ class Engine:
         if request.id in self._requests:
             raise InvalidRequest(f"id: {request.id!r} is being worked on")
         request.arrival = self._arrivals
-        request.turn = self._clock() + request.priority * self.config.aging_seconds
+        request.turn = self._turn(request)
         self._arrivals += 1
         self._requests[request.id] = request
         params = request.params
@@ -141,6 +143,16 @@ class Engine:
         ]
         self.scheduler.add(request)
         self._deadlines.add(request)
+
+    def _turn(self, request: Request) -> float:
+        """When it is the request's turn: no later than that of any waiting one that stands behind it in its lane."""
+        now = self._clock() + request.priority * self.config.aging_seconds
+        turn = now if request.turn is None else request.turn
+        if request.place >= self._furthest.get(request.priority, (0, 0)):
+            self._furthest[request.priority] = request.place
+            return turn
+        lane = (seq.request for seq in self.scheduler.waiting if seq.request.priority == request.priority)
+        return min([turn, *(other.turn or turn for other in lane if other.place > request.place)])
 
     def cancel(self, request_id: str) -> None:
         """End a request with what it has so far; it comes out of the next `step`. Unknown ids are ignored."""

@@ -12,7 +12,7 @@ import numpy as np
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
 
-Rank = tuple[float, int, int]
+Rank = tuple[float, tuple[int, int], int, int]
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
@@ -22,7 +22,8 @@ def rank(seq: Sequence) -> Rank:
     `turn` is the arrival time plus an allowance for each lower lane, so that a low request is served before those of
     higher lanes that come much later: low ages without anybody looking at it.
     """
-    return (seq.request.turn, seq.request.arrival, seq.index)
+    request = seq.request
+    return (request.turn or 0.0, request.place, request.arrival, seq.index)
 
 
 def victim(running: Seq[Sequence], device: BlockPool) -> Sequence:

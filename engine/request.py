@@ -105,8 +105,12 @@ class Request:
     """Position in the order of arrival, given by the engine."""
     grammar: Grammar | None = None
     """What the text must match."""
-    turn: float = 0.0
-    """The arrival time in seconds, later by an allowance for each lower lane; given by the engine."""
+    place: tuple[int, int] = (0, 0)
+    """Its place in the order of its lane. A request that comes late, since it was held up, goes before those waiting
+    ones that stand behind it."""
+    turn: float | None = None
+    """The arrival time in seconds, later by an allowance for each lower lane; given by the engine, and kept where a
+    request is added again."""
     noise_seed: int = field(init=False)
     sequences: list[Sequence] = field(init=False, default_factory=list)
     """Its choices, made when the engine accepts the request."""

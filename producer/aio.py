@@ -43,7 +43,7 @@ from producer.core import (
     stream_steps,
 )
 from producer.patience import AT_ONCE_S, BRIEF_S, OUTAGE_S, Deadline, Line, Tries, backoff
-from producer.protocol.calls import JobExists, cancel_call, cancel_reply, enqueue_call
+from producer.protocol.calls import cancel_call, cancel_reply, enqueue_call
 from producer.protocol.connection import DEFAULT_URL, async_client, ends_by
 from producer.protocol.events import Event
 from producer.protocol.faults import DEMOTED
@@ -205,10 +205,7 @@ class AsyncClient:
         await self.close()
 
     async def _submit(self, job: Submit) -> Full | None:
-        if job.delay is not None and job.delay > 0:
-            await self._delay(job, job.delay)
-            return None
-        call, pauses = enqueue_call(self.keys, job.entry, job.priority), backoff()
+        call, pauses = enqueue_call(self.keys, job.entry, job.priority, job.delay), backoff()
         while True:
             reply = await self.patiently(lambda: self._runner.run(*call), job.deadline, job.outage_s)
             full = no_room(reply, job.entry)
@@ -217,24 +214,6 @@ class AsyncClient:
             if not job.deadline.left:
                 raise job.deadline.missed(full) from full
             await asyncio.sleep(min(next(pauses), job.deadline.left))
-
-    async def _delay(self, job: Submit, delay: float) -> None:
-        keys, entry = self.keys, job.entry
-        enqueue_call(keys, entry, job.priority)  # for its checks
-        known = (keys.result(entry.id), keys.delayed_job(entry.id), keys.job(entry.id))
-        if await self.patiently(lambda: self.redis.exists(*known), job.deadline, job.outage_s):
-            raise JobExists(entry.id, "known")
-        seconds, micros = await self.patiently(self.redis.time, job.deadline, job.outage_s)
-        fields: dict[Any, Any] = {**entry.fields(), "lane": job.priority}
-        due = seconds * 1000 + micros // 1000 + round(delay * 1000)
-
-        async def add() -> None:
-            async with self.redis.pipeline(transaction=True) as pipe:
-                pipe.hset(keys.delayed_job(entry.id), mapping=fields)
-                pipe.zadd(keys.delayed, {entry.id: due})
-                await pipe.execute()
-
-        await self.patiently(add, job.deadline, job.outage_s)
 
     async def _cancel(self, job_id: str, reason: str, ttl: int, deadline: Deadline) -> CancelReply:
         call = cancel_call(self.keys, job_id, reason, ttl)

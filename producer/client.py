@@ -57,7 +57,6 @@ from producer.core import (
 from producer.patience import AT_ONCE_S, BRIEF_S, OUTAGE_S, Deadline, Line, Tries, backoff
 from producer.protocol.calls import (
     EnqueueRefused,
-    JobExists,
     cancel_call,
     cancel_reply,
     enqueue_call,
@@ -192,7 +191,7 @@ class Client:
         Args:
             id: the job's id, never to be used again; random when left out.
             ttl: seconds, counted from when it joins its lane, after which it expires.
-            delay: seconds before it joins its lane.
+            delay: seconds before it joins its lane; longer where a cap of the queue stands against it then.
             stream: False: no token events, only the result.
             wait: while the queue is full or the tenant's quota used up, wait instead of raising.
             timeout: seconds to wait for Redis and, with `wait`, for room.
@@ -289,15 +288,17 @@ class Client:
         return [None if raw is None else Result.from_json(raw) for raw in replies]
 
     def states(self, ids: Sequence[str]) -> list[str | None]:
-        """The state of many jobs in one round trip; None where Redis knows no such job."""
+        """The state of many jobs in one round trip, `delayed` included; None where Redis knows no such job."""
 
         def ask() -> list[Any]:
             pipe = self.redis.pipeline(transaction=False)
             for job_id in ids:
+                pipe.exists(self.keys.delayed_job(job_id))
                 pipe.hget(self.keys.job(job_id), "state")
             return pipe.execute()
 
-        return [None if state is None else state.decode() for state in self.patiently(ask)]
+        replies = self.patiently(ask)
+        return [_state(state, delayed) for delayed, state in zip(replies[::2], replies[1::2], strict=True)]
 
     def forget(self, ids: Sequence[str], group: str, entries: Sequence[str]) -> None:
         """Delete what Redis keeps of finished jobs, and their entries of a group's stream, ahead of their time."""
@@ -362,10 +363,7 @@ class Client:
         self.close()
 
     def _submit(self, job: Submit) -> Full | None:
-        if job.delay is not None and job.delay > 0:
-            self._delay(job, job.delay)
-            return None
-        call, pauses = enqueue_call(self.keys, job.entry, job.priority), backoff()
+        call, pauses = enqueue_call(self.keys, job.entry, job.priority, job.delay), backoff()
         while True:
             reply = self.patiently(lambda: self._runner.run(*call), job.deadline, job.outage_s)
             full = no_room(reply, job.entry)
@@ -374,24 +372,6 @@ class Client:
             if not job.deadline.left:
                 raise job.deadline.missed(full) from full
             time.sleep(min(next(pauses), job.deadline.left))
-
-    def _delay(self, job: Submit, delay: float) -> None:
-        keys, entry = self.keys, job.entry
-        enqueue_call(keys, entry, job.priority)  # for its checks
-        known = (keys.result(entry.id), keys.delayed_job(entry.id), keys.job(entry.id))
-        if self.patiently(lambda: self.redis.exists(*known), job.deadline, job.outage_s):
-            raise JobExists(entry.id, "known")
-        seconds, micros = self.patiently(self.redis.time, job.deadline, job.outage_s)
-        fields: dict[Any, Any] = {**entry.fields(), "lane": job.priority}
-        due = seconds * 1000 + micros // 1000 + round(delay * 1000)
-
-        def add() -> None:
-            with self.redis.pipeline(transaction=True) as pipe:
-                pipe.hset(keys.delayed_job(entry.id), mapping=fields)
-                pipe.zadd(keys.delayed, {entry.id: due})
-                pipe.execute()
-
-        self.patiently(add, job.deadline, job.outage_s)
 
     def _cancel(self, job_id: str, reason: str, ttl: int, deadline: Deadline) -> CancelReply:
         call = cancel_call(self.keys, job_id, reason, ttl)
@@ -436,6 +416,12 @@ class Client:
         asked: dict[Any, Any] = dict(streams)
         reader = self.redis if block_ms is None else self._blocking
         return reader.xread(asked, count=READ_COUNT, block=block_ms)
+
+
+def _state(state: bytes | None, delayed: int) -> str | None:
+    if delayed and state is None:  # put aside by hand, without a hash of the job
+        return "delayed"
+    return None if state is None or (state == b"delayed" and not delayed) else state.decode()
 
 
 def _refusal(reply: Any, entry: JobEntry) -> EnqueueRefused | None:

@@ -6,6 +6,7 @@ import enum
 import itertools
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,6 +101,8 @@ class Job:
     """Whether it runs alone, see `blame.py`."""
     stay: int = field(default_factory=itertools.count().__next__)
     """Tells one taking of an entry from the next."""
+    taken_at: float = field(default_factory=time.monotonic)
+    """`time.monotonic()` at which it was read."""
     lease_until: float = 0.0
     """`time.monotonic()` until which the entry is surely ours: one lease after the last renewal was sent."""
 
@@ -157,6 +160,11 @@ class Job:
 
     def __post_init__(self) -> None:
         self.handle = f"{self.lane}/{self.entry}/{self.stay}"
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether it only waits, and may do so elsewhere."""
+        return self.phase is Phase.WAITING and not (self.over or self.suspect or self.marked)
 
     @property
     def started(self) -> bool:

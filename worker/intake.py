@@ -15,6 +15,7 @@ from engine.request import GrammarUndecided, Request
 from producer.protocol.errors import ErrorCode, JobError
 from producer.protocol.job import identify, parse_entry
 from producer.protocol.keys import GROUP, LANES
+from producer.protocol.meta import is_on
 from producer.protocol.scripts import Delivery, Ref, Scripts
 from worker.blame import Quarantine
 from worker.exits import Exit
@@ -40,6 +41,8 @@ GRAMMAR_PAUSES = (0.5, 2.0, 8.0)
 """Seconds before each new try of a grammar, where the process that tries them failed."""
 LOGGED_BYTES = 64 * 1024
 """Of a body, with `--log-prompts`."""
+GIVE_WAY = 16
+"""Waiting jobs at most that are handed back at once because higher ones are unread."""
 PAUSE_SECONDS = 0.2
 """Between two looks at a paused or unreachable queue."""
 
@@ -61,8 +64,12 @@ class Intake:
         contact: Contact,
         mailbox: Mailbox,
         stop: threading.Event,
+        give_back: Callable[[list[Job]], None],
     ) -> None:
-        """`blocking`: a client for reads that wait; `stop` ends the thread after the read under way."""
+        """`blocking`: a client for reads that wait; `stop` ends the thread after the read under way.
+
+        `give_back`: hands jobs back that still wait.
+        """
         self._settings = settings
         self._scripts = scripts
         self._blocking = blocking
@@ -75,6 +82,7 @@ class Intake:
         self._contact = contact
         self._mailbox = mailbox
         self._stop = stop
+        self._give_back = give_back
         self._sweep_was_full = False
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
 
@@ -114,6 +122,8 @@ class Intake:
         """
         room = self._held.wait_for_room(self._settings.max_waiting, PAUSE_SECONDS)
         if room == 0:
+            room = self._make_room()
+        if room == 0:
             return False
         sent = time.monotonic()
         # A sweep that took all places leaves the next ones to new entries: what is handed back again and again, and
@@ -136,9 +146,31 @@ class Intake:
             self._wait_for_one()
         return True
 
+    def _make_room(self) -> int:
+        """Hand waiting jobs back, the newest of the lowest lane first, where jobs of a higher lane are unread.
+
+        Else those would stay unread until something that runs has ended. Returns how many places are free then.
+        """
+        waiting = [job for job in self._held.all() if job.may_leave and job.lane != LANES[0]]
+        if not waiting:
+            return 0
+        unread = self._scripts.unread(GIVE_WAY)
+        higher = next((lane for lane, count in enumerate(unread) if count), len(LANES))
+        lower = [job for job in waiting if self._gives_way(job, higher)]
+        lower.sort(key=lambda job: (LANES.index(job.lane), job.ref.place), reverse=True)
+        if lower:
+            self._give_back(lower[: unread[higher]])
+        return self._held.wait_for_room(self._settings.max_waiting, 0)
+
+    def _gives_way(self, job: Job, higher: int) -> bool:
+        """Whether a job goes after newcomers of that lane: its lane is lower, and it has not waited past them."""
+        below = LANES.index(job.lane) - higher
+        return below > 0 and time.monotonic() - job.taken_at < below * self._settings.aging_seconds
+
     def _take_back(self, found: list[Delivery]) -> list[Delivery]:
-        """What was handed back may hold suspects; new entries cannot."""
+        """What was handed back may hold suspects; new entries cannot. The oldest come first, as they did before."""
         again = [one for one in found if one.again and not self._held.holds(one.lane, one.entry)]
+        again.sort(key=lambda one: (LANES.index(one.lane), Ref(one.lane, one.entry, "").place))
         self._loop.telemetry.takeovers.inc(len(again))
         self._quarantine.forget_lost()
         return (self._quarantine.sift(again) if again else []) + [one for one in found if not one.again]
@@ -203,7 +235,7 @@ class Intake:
 
     def _paused(self) -> bool:
         try:
-            return bool(self._scripts.client.hget(self._scripts.keys.meta, "paused") == b"1")
+            return is_on(self._scripts.client.hget(self._scripts.keys.meta, "paused"))
         except redis.RedisError as error:
             if not passing(error):
                 raise

@@ -1,4 +1,5 @@
-"""The keeper's thread: renews the leases of all held jobs, shows that the worker lives, moves delayed jobs when due."""
+"""The keeper's thread: renews the leases of all held jobs, shows that the worker lives, moves delayed jobs when due,
+ends jobs whose entry somebody deleted."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ import redis
 import structlog
 
 from producer.protocol.keys import LANES
-from producer.protocol.scripts import Ref, Scripts
+from producer.protocol.meta import Meta
+from producer.protocol.scripts import Scripts
 from worker.exits import Exit
-from worker.held import Held, Phase
+from worker.held import Held, Job, Phase
 from worker.link import Contact, RedisClock, no_group, passing
 from worker.loop import Drop, EngineLoop
 from worker.settings import Settings
@@ -52,8 +54,9 @@ class Keeper:
         self._describe = describe
         self._also = also
         self._renew_at = 0.0
-        self._aborted: queue.SimpleQueue[Ref] = queue.SimpleQueue()
-        """Entries whose lease ran out here; still ours for all we know, and not run any more."""
+        self._aborted: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        """Jobs whose lease ran out here; still ours for all we know, and not run any more."""
+        self._meta = Meta()
 
     def run(self) -> None:
         """Beat until `stop` is set.
@@ -88,16 +91,18 @@ class Keeper:
             self._loop.telemetry.leases_lost.inc()
             log.warning("lease_ran_out", id=job.id, lane=job.lane, entry=job.entry, fence=job.fence)
             self._loop.post(Drop(job.handle))
-            self._aborted.put(job.ref)
+            self._aborted.put(job)
 
     def _return_aborted(self) -> None:
         while not self._aborted.empty():
-            ref = self._aborted.get()
+            job = self._aborted.get()
+            if self._held.holds(job.lane, job.entry):  # a sweep of our own has found it again
+                continue
             try:
                 # Neither the job nor its worker is to blame for an outage.
-                self._scripts.yield_(ref, idle_ms=self._settings.lease_ms, spare=True, due_in_ms=0)
+                self._scripts.yield_(job.ref, idle_ms=self._settings.lease_ms, spare=True, due_in_ms=0)
             except redis.RedisError:
-                self._aborted.put(ref)
+                self._aborted.put(job)
                 raise
 
     def beat(self) -> None:
@@ -108,6 +113,7 @@ class Keeper:
             self.sync_clock()
         self.show()
         self._scripts.promote()
+        self._scripts.reconcile()
         self._also()
 
     def renew(self) -> None:
@@ -139,12 +145,27 @@ class Keeper:
         pipe.hset(key, mapping=self._describe())
         pipe.pexpire(key, self._settings.lease_ms)
         # Said again, since a Redis that came back empty has forgotten it, and a newcomer must still be held to it.
-        pipe.hsetnx(self._scripts.keys.meta, "lease_ms", str(self._settings.lease_ms))
+        for name, value in self._settings.published.items():
+            pipe.hsetnx(self._scripts.keys.meta, name, str(value))
+        pipe.hgetall(self._scripts.keys.meta)
         for lane in LANES:
             pipe.xlen(self._scripts.keys.lane(lane))
-        *_, high, normal, low = pipe.execute()
+        *_, meta, high, normal, low = pipe.execute()
         self._loop.telemetry.depth = dict(zip(LANES, (high, normal, low), strict=True))
+        self._heed(Meta.of(meta))
         self._contact.ok()
+
+    def _heed(self, meta: Meta) -> None:
+        """Log what an operator has changed in `meta`: a pause, and what is misspelt."""
+        before, self._meta = self._meta, meta
+        self._loop.telemetry.paused = meta.paused
+        queue = self._settings.queue
+        if meta.paused and not before.paused:
+            log.warning("queue_paused", queue=queue, doing="no new jobs are read; what is held goes on")
+        elif before.paused and not meta.paused:
+            log.info("queue_resumed", queue=queue)
+        if meta.problems and meta.problems != before.problems:
+            log.warning("meta_not_understood", queue=queue, ignored="; ".join(meta.problems))
 
     def leave(self) -> None:
         """Take the sign of life away, and the consumer where nothing is pending for it."""

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import redis
 import structlog
@@ -27,6 +28,7 @@ from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissi
 from producer.protocol.connection import blocking_client, command_client, redact
 from producer.protocol.errors import JobError
 from producer.protocol.keys import Keys
+from producer.protocol.meta import whole
 from producer.protocol.scripts import Scripts
 from producer.protocol.version import version
 from worker import logs
@@ -150,6 +152,7 @@ class Worker:
             try:
                 scripts.ensure_groups()
                 self._check_lease(scripts)
+                scripts.client.hset(self.keys.meta, mapping=self.settings.published)
                 keeper.sync_clock()
                 keeper.show()
                 self._contact.ok()
@@ -172,11 +175,12 @@ class Worker:
         """All workers of a queue agree on the lease: a shorter one would take entries that are not abandoned."""
         ours = self.settings.lease_ms
         scripts.client.hsetnx(self.keys.meta, "lease_ms", str(ours))
-        theirs = scripts.client.hget(self.keys.meta, "lease_ms")
-        if theirs is not None and int(theirs) != ours:
+        theirs: Any = scripts.client.hget(self.keys.meta, "lease_ms")
+        if theirs is not None and whole(theirs) != ours:
+            shown = theirs.decode("utf-8", "replace")
             raise Fatal(
                 Exit.REFUSED,
-                f"this queue's lease_ms is {int(theirs)}, ours {ours}: change --lease-seconds or the queue",
+                f"this queue's lease_ms is {shown}, ours {ours}: change --lease-seconds or the queue",
             )
 
     def _serve(self, loaded: Loaded, loop: EngineLoop) -> Stop:
@@ -270,6 +274,7 @@ class Worker:
             self._contact,
             self.mailbox,
             self._stop_intake,
+            self._give_way,
         )
         self._spawn("intake", intake.run)
 
@@ -376,6 +381,11 @@ class Worker:
                 break  # with many jobs and a Redis that only times out, the end would never come
             handed += 1
         log.info("jobs_handed_back", count=handed, of=len(jobs))
+
+    def _give_way(self, jobs: list[Job]) -> None:
+        """Hand these back, unless they have been started meanwhile."""
+        handles = {job.handle for job in jobs}
+        self._hand_back(lambda job: job.handle in handles and job.may_leave)
 
     def _yield(self, scripts: Scripts, job: Job, delay_ms: int, polite: bool, spare: bool) -> bool:
         """False: Redis cannot be told, so the lease has to run out."""

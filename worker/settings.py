@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -206,6 +206,15 @@ class Settings(BaseModel):
     @property
     def lease_ms(self) -> int:
         return round(self.lease_seconds * 1000)
+
+    @property
+    def published(self) -> dict[Any, Any]:
+        """What a worker writes into the queue's `meta`, for other workers and for clients."""
+        return {
+            "lease_ms": self.lease_ms,
+            "result_ttl_seconds": self.result_ttl_seconds,
+            "stream_ttl_seconds": self.stream_ttl_seconds,
+        }
 
     def model_options(self) -> ModelOptions:
         return ModelOptions(

@@ -86,6 +86,8 @@ class Telemetry:
         self.live = Live()
         self.depth: dict[str, int] = {}
         """Entries of each lane as the keeper saw them last; empty while Redis is away."""
+        self.paused = False
+        """Whether the queue's `meta` says so, as the keeper saw it last."""
         # Added to by the engine's thread:
         self.prompt_tokens = 0
         self.step = Tally(_FAST)
@@ -146,6 +148,7 @@ class _Scrape(Collector):
             depth.add_metric([lane], telemetry.depth.get(lane, float("nan")))
         yield depth
         yield from _engine(stats)
+        yield _gauge("paused", "1 where the queue is paused: no worker reads new jobs.", int(telemetry.paused))
         yield _gauge("jobs_held", "Jobs that this worker has read and not ended.", live.held())
         yield _gauge("publish_backlog", "Outputs of the engine that are not in Redis yet.", live.backlog())
         yield _gauge("redis_up", "1 where Redis answers.", int(live.redis_up()))

@@ -99,6 +99,7 @@ class Translator:
                 priority=priority,
                 deadline=deadline,
                 cache_salt=body.cache_salt or "",
+                place=job.ref.place,
             )
             _check_logprobs(request)
             self._engine.validate(request)

@@ -48,21 +48,26 @@ class Call(NamedTuple):
     args: list[Any]
 
 
-def enqueue_call(keys: Keys, entry: JobEntry, priority: str) -> Call:
-    """ENQUEUE; its reply goes to `enqueue_reply`. May be repeated as it is, where the reply was lost."""
+def enqueue_call(keys: Keys, entry: JobEntry, priority: str, delay: float | None = None) -> Call:
+    """ENQUEUE; its reply goes to `enqueue_reply`. May be repeated as it is, where the reply was lost.
+
+    `delay`: seconds for which the job is put aside before it joins its lane.
+    """
     if priority not in LANES:
         raise ValueError(f"priority: must be one of {', '.join(LANES)}")
     tenant, group = entry.tenant or "", entry.group or ""
     names = [*keys.lanes, keys.job(entry.id), keys.result(entry.id), keys.meta, keys.quota(tenant)]
-    names += [keys.group(group), keys.group_out(group), keys.delayed_job(entry.id)]
-    args: list[Any] = [priority, tenant, group, secrets.token_hex(8)]
+    names += [keys.group(group), keys.group_out(group), keys.delayed_job(entry.id), keys.delayed]
+    names += [keys.booked(tenant), keys.open]
+    due_in = "" if delay is None or delay <= 0 else round(delay * 1000)
+    args: list[Any] = [priority, tenant, group, secrets.token_hex(8), due_in]
     for name, value in entry.fields().items():
         args += (name, value)
     return Call("enqueue", names, args)
 
 
 def enqueue_reply(reply: Any, entry: JobEntry) -> str:
-    """The lane's entry ID.
+    """The lane's entry ID; empty for a job that was put aside.
 
     Raises:
         JobExists, QueueFull, QuotaExceeded: the job was not taken.
@@ -77,21 +82,13 @@ def enqueue_reply(reply: Any, entry: JobEntry) -> str:
     raise QuotaExceeded(entry.tenant or "", int(value))
 
 
-def cancel_call(
-    keys: Keys,
-    job_id: str,
-    reason: str = "user",
-    ttl_s: int = CANCEL_TTL_S,
-    result_ttl_s: int = RESULT_TTL_S,
-    stream_ttl_s: int = STREAM_TTL_S,
-) -> Call:
-    """CANCEL; its reply is a `CancelReply`."""
+def cancel_call(keys: Keys, job_id: str, reason: str = "user", ttl_s: int = CANCEL_TTL_S) -> Call:
+    """CANCEL; its reply is a `CancelReply`. The lives of result and stream are those that the workers published."""
     reason = clean(reason) or "user"
     json = Result(id=job_id, status=Status.CANCELLED, cancel_reason=reason).to_json()
     names = [keys.job(job_id), keys.result(job_id), keys.cancel(job_id), keys.out(job_id), keys.delayed]
-    names += [keys.delayed_job(job_id), keys.callbacks, *keys.lanes]
-    args = [keys.root, job_id, reason, max(1, ttl_s), json, result_ttl_s, min(stream_ttl_s, result_ttl_s), GROUP]
-    return Call("cancel", names, args)
+    names += [keys.delayed_job(job_id), keys.callbacks, *keys.lanes, keys.meta, keys.open]
+    return Call("cancel", names, [job_id, reason, max(1, ttl_s), json, RESULT_TTL_S, STREAM_TTL_S, GROUP])
 
 
 def cancel_reply(reply: Any) -> CancelReply:

@@ -5,8 +5,10 @@ local function live(lane, entry)
   return redis.call('XRANGE', lane, entry, entry)[1]
 end
 
--- True where `consumer` holds the entry and it still exists; its lease then starts anew.
-local function owned(lane, group, entry, consumer)
+-- True where `consumer` holds the entry and it still exists; its lease then starts anew. An entry that is listed in
+-- `returned` was handed back: it is nobody's until a read takes it, and its idle time stays as it is.
+local function owned(lane, group, entry, consumer, returned, lane_name)
+  if redis.call('ZSCORE', returned, lane_name .. ' ' .. entry) then return false end
   local found = redis.pcall('XPENDING', lane, group, entry, entry, 1, consumer)
   if found.err then
     if string.find(tostring(found.err), 'NOGROUP', 1, true) then return false end
@@ -66,7 +68,7 @@ local function now_ms()
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 end
 
--- Whoever reads next after `delay` ms finds this entry, which is to be idle for a lease by then.
+-- After `delay` ms the next read of any worker takes this entry, which is to be idle for a lease by then.
 local function list_returned(returned, lane_name, entry, delay)
   redis.call('ZADD', returned, text(now_ms() + delay), lane_name .. ' ' .. entry)
 end
@@ -75,39 +77,152 @@ local function next_fence(job, out)
   return text(1 + math.max(tonumber(redis.call('HGET', job, 'fence') or '0'), (last_id(out))))
 end
 
--- Books that others may write too (group, quota, callbacks) can be of a wrong type or hold no number. Lua does not roll
--- back, so that must not stop a script half-way: what cannot be booked is left out.
-local function number_at(key)
-  local value = redis.pcall('GET', key)
-  return type(value) == 'string' and tonumber(value) or 0
+-- A whole number of `meta`, or nil: what is misspelt there steers nothing, and a worker's log names it.
+local function whole(value)
+  return value and tonumber(string.match(value, '^%s*(%d+)%s*$') or '')
 end
+
+-- How long results and ended streams live: what the worker that started last has published, else the caller's own.
+local function lives(meta, result_ttl, stream_ttl)
+  local told = redis.call('HMGET', meta, 'result_ttl_seconds', 'stream_ttl_seconds')
+  local result = math.max(1, whole(told[1]) or tonumber(result_ttl))
+  return text(result), text(math.min(result, math.max(1, whole(told[2]) or tonumber(stream_ttl))))
+end
+
+-- Every key that a script touches is in KEYS. Where its name depends on data, the script asks for it before its first
+-- write: the reply `AGAIN key …` makes the caller run the script again with these behind its own keys. Nil: all are there.
+local function undeclared(names)
+  local known, missing = {}, { 'AGAIN' }
+  for _, key in ipairs(KEYS) do known[key] = true end
+  for _, key in ipairs(names) do
+    if not known[key] then missing[#missing + 1] = key end
+  end
+  return #missing > 1 and missing or nil
+end
+
+local function usable(name)
+  return name and #name <= 128 and string.match(name, '^[%w_.-]+$') ~= nil
+end
+
+-- The keys in which a job of this tenant and this group is counted ('' = none), and the list of all of them.
+local function count_keys(tenant, group)
+  local root, found = string.match(KEYS[1], '^(.-{[^}]*}:)'), { all = {} }
+  local function add(field, name)
+    found[field] = name
+    found.all[#found.all + 1] = name
+  end
+  if tenant ~= '' then
+    add('quota', root .. 'quota:' .. tenant)
+    add('booked', root .. 'booked:' .. tenant)
+    add('running', root .. 'running:' .. tenant)
+  end
+  if group ~= '' then
+    add('group', root .. 'group:' .. group)
+    add('group_out', root .. 'group-out:' .. group)
+  end
+  return found
+end
+
+-- The index `open` holds the ids of jobs that have no result yet, so that one whose entry somebody deleted is found.
+-- Score: ms of the last look at its entry; negative from the look on that missed it.
+local function open_job(index, id)
+  redis.pcall('ZADD', index, text(now_ms()), id)
+end
+
+-- A tenant's quota counts the members of `booked`: `<lane> <entry>` of each job that the queue took for it; score = ms of
+-- the last look at that entry. Beside them stand `delayed <id>`, with negative scores and not counted.
+local function used_by(booked)
+  return redis.call('ZCOUNT', booked, 0, '+inf')
+end
+
+local function write_quota(quota, booked, ttl)
+  local used = used_by(booked)
+  if used > 0 then
+    redis.call('SET', quota, used)
+  else
+    redis.call('SET', quota, 0, 'EX', ttl) -- tenants can be any number, and may never come back
+  end
+end
+
+-- Take `member` out of a tenant's count.
+local function unbook(f, member, ttl)
+  keep_only(f.booked, 'zset')
+  local removed = redis.call('ZREM', f.booked, member)
+  if removed == 1 or f.counted then write_quota(f.quota, f.booked, ttl) end
+end
+
+-- Take out of a tenant's count what is gone, since somebody deleted it: a few members a call, the least recently looked
+-- at first. Called where a cap refuses a job.
+local function prune(booked, lanes, delayed)
+  local now = now_ms()
+  for _, member in ipairs(redis.call('ZRANGEBYSCORE', booked, 0, '+inf', 'LIMIT', 0, 16)) do
+    local lane, entry = string.match(member, '^(%a+) ([%d-]+)$')
+    if lanes[lane] and live(lanes[lane], entry) then
+      redis.call('ZADD', booked, text(now), member)
+    else
+      redis.call('ZREM', booked, member)
+    end
+  end
+  for _, member in ipairs(redis.call('ZREVRANGEBYSCORE', booked, '(0', '-inf', 'LIMIT', 0, 16)) do
+    if redis.call('ZSCORE', delayed, string.sub(member, 9)) then
+      redis.call('ZADD', booked, text(-now), member)
+    else
+      redis.call('ZREM', booked, member)
+    end
+  end
+end
+
+-- Counters that others may write too (group, callbacks) can be of a wrong type or hold no number. Lua does not roll back,
+-- so that must not stop a script half-way: what cannot be counted is left out.
 
 -- A new life for the id: nothing of an earlier entry is kept but the fence.
 local function reset(job)
-  redis.call('HDEL', job, 'worker', 'attempt', 'deaths', 'group', 'tenant', 'counted', 'nonce', 'start', 'tries', 'alone', 'cleared')
+  redis.call('HDEL', job, 'worker', 'attempt', 'deaths', 'group', 'tenant', 'counted', 'nonce', 'start', 'tries', 'alone',
+    'cleared', 'callback', 'stream')
   redis.call('PERSIST', job)
 end
 
--- Book a queued entry: job hash, group total, tenant quota. `f`: job, quota, group, group_out (keys), lane, entry, tenant,
--- group_name, nonce.
-local function book(f)
+-- What a job's hash says of an entry of this id that was counted, has no end and is gone, since somebody deleted it; nil
+-- where there is none.
+local function gone_before(job)
+  local held = redis.call('HMGET', job, 'lane', 'entry', 'tenant', 'group', 'counted')
+  if not held[5] or not held[1] or not held[2] then return nil end
+  local keys = count_keys(held[3] or '', held[4] or '')
+  return { member = held[1] .. ' ' .. held[2], group_name = held[4] or '', keys = keys }
+end
+
+-- Count a queued entry: job hash, group total, tenant quota. `f`: job, quota, booked, group, group_out, open (keys), id,
+-- lane, entry, tenant, group_name, callback, stream, nonce. What `gone_before` found is counted no more.
+local function book(f, gone)
+  local in_total = gone and gone.group_name == f.group_name
+  if gone and gone.keys.group and not in_total then redis.pcall('HINCRBY', gone.keys.group, 'total', -1) end
+  if gone and gone.keys.booked then
+    unbook(gone.keys, gone.member, 86400)
+    redis.call('SREM', gone.keys.running, gone.member)
+  end
   reset(f.job)
   redis.call('HSET', f.job, 'state', 'queued', 'lane', f.lane, 'entry', f.entry, 'counted', '1', 'nonce', f.nonce)
+  if f.callback ~= '' then redis.call('HSET', f.job, 'callback', f.callback) end
+  if f.stream == '0' then redis.call('HSET', f.job, 'stream', '0') end
+  open_job(f.open, f.id)
   if f.tenant ~= '' then
     redis.call('HSET', f.job, 'tenant', f.tenant)
-    redis.pcall('INCR', f.quota)
-    redis.call('PERSIST', f.quota)
+    keep_only(f.booked, 'zset')
+    redis.call('ZREM', f.booked, 'delayed ' .. f.id)
+    redis.call('ZADD', f.booked, text(now_ms()), f.lane .. ' ' .. f.entry)
+    write_quota(f.quota, f.booked, 86400)
   end
   if f.group_name ~= '' then
     redis.call('HSET', f.job, 'group', f.group_name)
-    redis.pcall('HINCRBY', f.group, 'total', 1)
+    if not in_total then redis.pcall('HINCRBY', f.group, 'total', 1) end
     redis.call('PERSIST', f.group)
     redis.call('PERSIST', f.group_out)
   end
 end
 
--- All writes of an ending but the entry's removal; every check is behind us. `f`: job, result, cancel, out, quota, group,
--- group_out, callbacks, running (keys), id, status, json, stream, result_ttl, stream_ttl, group_name, callback, lane, entry.
+-- All writes of an ending but the entry's removal; every check is behind us. `f`: job, result, cancel, out, quota, booked,
+-- running, group, group_out, callbacks, open (keys), id, status, json, stream, result_ttl, stream_ttl, tenant, group_name,
+-- callback, lane, entry.
 local function finish(f)
   redis.call('SET', f.result, f.json, 'NX', 'EX', f.result_ttl)
   if f.stream == '0' then
@@ -117,20 +232,20 @@ local function finish(f)
   end
   redis.call('EXPIRE', f.out, f.stream_ttl)
 
-  local booked = redis.call('HMGET', f.job, 'counted', 'tenant')
-  if booked[1] and booked[2] then
-    if number_at(f.quota) > 0 then redis.pcall('DECR', f.quota) end
-    -- Tenants can be any number, and may never come back.
-    if number_at(f.quota) <= 0 then redis.call('EXPIRE', f.quota, f.result_ttl) end
+  local member, counted = f.lane .. ' ' .. f.entry, redis.call('HGET', f.job, 'counted')
+  if f.tenant ~= '' then
+    f.counted = counted
+    unbook(f, member, f.result_ttl)
+    redis.call('SREM', f.running, member)
   end
-  if f.running then redis.call('SREM', f.running, f.lane .. ' ' .. f.entry) end
   redis.call('HDEL', f.job, 'counted')
   redis.call('HSET', f.job, 'state', f.status, 'lane', f.lane, 'entry', f.entry)
   redis.call('EXPIRE', f.job, f.result_ttl)
+  redis.pcall('ZREM', f.open, f.id)
 
   if f.group_name ~= '' then
     -- An entry added without the enqueue script was not in the total yet.
-    if not booked[1] then redis.pcall('HINCRBY', f.group, 'total', 1) end
+    if not counted then redis.pcall('HINCRBY', f.group, 'total', 1) end
     redis.pcall('HINCRBY', f.group, f.status, 1)
     redis.pcall('XADD', f.group_out, '*', 'id', f.id, 'status', f.status)
     redis.call('EXPIRE', f.group, f.result_ttl)
@@ -138,6 +253,14 @@ local function finish(f)
   end
   if f.callback ~= '' then redis.pcall('XADD', f.callbacks, '*', 'id', f.id, 'url', f.callback) end
   redis.call('DEL', f.cancel)
+end
+
+-- The caller's JSON of a result, with what only the job knows. Both values are safe inside JSON, by their patterns.
+local function completed(json, job, trace)
+  local attempt = string.match(redis.call('HGET', job, 'attempt') or '', '^%d+$') or '0'
+  json = string.gsub(json, '"attempt":null', '"attempt":' .. attempt, 1)
+  if not trace or not string.match(trace, '^[%x-]+$') then return json end
+  return string.sub(json, 1, -2) .. ',"traceparent":"' .. trace .. '"}'
 end
 
 -- Open the stream of an ending whose writer holds no text, and fill in what START would have put into the job's hash. `f`:

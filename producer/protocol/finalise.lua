@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- The one ending of an entry that the caller holds: result, rest of the text, final event, bookkeeping, ack and delete.
 -- KEYS lane job result cancel out high normal low dead callbacks quota group group-out running reading
+--      returned booked open
 -- ARGV consumer-group entry consumer lane-name id fence published status json stream result-ttl stream-ttl group callback
 --      prompt-tokens dead-code dead-reason dead-attempts dead-body dead-truncated dead-maxlen
 --      tenant, then six an event: n index text tokens token-ids logprobs
@@ -11,7 +12,7 @@ local lanes = { high = KEYS[6], normal = KEYS[7], low = KEYS[8] }
 local consumers, entry, consumer, name, id, fence = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 
 local done = redis.call('EXISTS', result) == 1
-if not owned(lane, consumers, entry, consumer) then
+if not owned(lane, consumers, entry, consumer, KEYS[16], name) then
   -- Ended already and by us or by who took over: the caller's first reply may have been lost.
   if done and not live(lane, entry) then return 'DUP' end
   return 'LOST'
@@ -46,8 +47,9 @@ if ARGV[16] ~= '' then
   redis.call('XADD', KEYS[9], 'MAXLEN', '~', ARGV[21], '*', 'id', id, 'lane', name, 'entry', entry, 'code', ARGV[16],
     'reason', ARGV[17], 'attempts', ARGV[18], 'body', ARGV[19], 'truncated', ARGV[20])
 end
-finish({ job = job, result = result, cancel = cancel, out = out, quota = KEYS[11], group = KEYS[12],
-  group_out = KEYS[13], callbacks = KEYS[10], running = KEYS[14], id = id, status = ARGV[8], json = ARGV[9], stream = ARGV[10],
-  result_ttl = ARGV[11], stream_ttl = ARGV[12], group_name = ARGV[13], callback = ARGV[14], lane = name, entry = entry })
+finish({ job = job, result = result, cancel = cancel, out = out, quota = KEYS[11], booked = KEYS[17], group = KEYS[12],
+  group_out = KEYS[13], callbacks = KEYS[10], running = KEYS[14], open = KEYS[18], id = id, status = ARGV[8], json = ARGV[9], stream = ARGV[10],
+  result_ttl = ARGV[11], stream_ttl = ARGV[12], tenant = ARGV[22], group_name = ARGV[13], callback = ARGV[14],
+  lane = name, entry = entry })
 remove(lane, consumers, entry)
 return 'OK'

@@ -124,8 +124,15 @@ class Keys:
     def quota(self, tenant: str) -> str:
         return f"{self.root}quota:{tenant}"
 
+    def booked(self, tenant: str) -> str:
+        return f"{self.root}booked:{tenant}"
+
     def running(self, tenant: str) -> str:
         return f"{self.root}running:{tenant}"
+
+    @property
+    def open(self) -> str:
+        return f"{self.root}open"
 
     @property
     def returned(self) -> str:

@@ -3,7 +3,9 @@
     Runner(client).run("renew", keys, args)            # one EVALSHA; loads the script where the server lacks it
     await AsyncRunner(client).run(…)
 
-A script is `common.lua` followed by its own file. The `#!lua flags=…` line, which lets an ending through while Redis is
+A script is `common.lua` followed by its own file. It touches only the keys that it is given. Where the name of one
+depends on what Redis holds, it answers `AGAIN` with that name before it has written anything, and is run again with
+the key behind its others. The `#!lua flags=…` line, which lets an ending through while Redis is
 out of memory, is dropped, once, for a server that does not know it (fakeredis, Redis 6).
 """
 
@@ -18,6 +20,9 @@ from typing import Any
 import redis
 import redis.asyncio as aioredis
 from redis.exceptions import NoScriptError, ResponseError
+
+AGAIN_TIMES = 8
+"""How often a script may ask for more keys; each time somebody changed the job in between."""
 
 
 @cache
@@ -45,6 +50,18 @@ class _Shared:
     def command(self, name: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> tuple[Any, ...]:
         return ("EVALSHA", _sha(name, self.shebang), len(keys), *keys, *args)
 
+    def more_keys(self, name: str, reply: Any, times: int) -> list[str | bytes]:
+        """The keys that a script asks for in place of a reply; none where it has done its work.
+
+        Raises:
+            ResponseError: it was given more keys `times` times, and still asks.
+        """
+        if not (isinstance(reply, list) and reply and reply[0] == b"AGAIN"):
+            return []
+        if times >= AGAIN_TIMES:
+            raise ResponseError(f"script {name}: the job changes all the time; try again")
+        return list(reply[1:])
+
     def refused_shebang(self, error: ResponseError, sent: bool | None = None) -> bool:
         """True where the server could not compile the `#!` line, which is then left out from now on.
 
@@ -69,9 +86,14 @@ class Runner(_Shared):
         Raises:
             redis.RedisError: as any command.
         """
+        times = 0
         while True:
             try:
-                return self._execute(*self.command(name, keys, args))
+                reply = self._execute(*self.command(name, keys, args))
+                more = self.more_keys(name, reply, times)
+                if not more:
+                    return reply
+                keys, times = [*keys, *more], times + 1
             except NoScriptError:
                 self._load(name)
             except ResponseError as error:
@@ -93,10 +115,13 @@ class Runner(_Shared):
             send(*self.command(name, keys, args))
         replies = pipe.execute(raise_on_error=False)
         for at, reply in enumerate(replies):
-            if isinstance(reply, NoScriptError) or (
+            name, keys, args = calls[at]
+            if more := self.more_keys(name, reply, 0):
+                replies[at] = self.run(name, [*keys, *more], args)
+            elif isinstance(reply, NoScriptError) or (
                 isinstance(reply, ResponseError) and self.refused_shebang(reply, shebang)
             ):
-                replies[at] = self.run(*calls[at])
+                replies[at] = self.run(name, keys, args)
             elif isinstance(reply, Exception):
                 raise reply
         return replies
@@ -119,9 +144,14 @@ class AsyncRunner(_Shared):
 
     async def run(self, name: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
         """As `Runner.run`."""
+        times = 0
         while True:
             try:
-                return await self._execute(*self.command(name, keys, args))
+                reply = await self._execute(*self.command(name, keys, args))
+                more = self.more_keys(name, reply, times)
+                if not more:
+                    return reply
+                keys, times = [*keys, *more], times + 1
             except NoScriptError:
                 await self._load(name)
             except ResponseError as error:

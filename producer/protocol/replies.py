@@ -24,7 +24,13 @@ class Ref(NamedTuple):
     @property
     def added_ms(self) -> int:
         """When the entry was added, ms of Redis' clock."""
-        return int(self.entry.partition("-")[0])
+        return self.place[0]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Both parts of the entry's ID: its place in the order of its lane."""
+        ms, _, number = self.entry.partition("-")
+        return int(ms), int(number or 0)
 
 
 class Delivery(NamedTuple):

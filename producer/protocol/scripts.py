@@ -5,6 +5,7 @@ A worker's side, on a synchronous client (thread-safe as that client is):
     scripts = Scripts(client, keys, consumer, result_ttl_s=86400, stream_ttl_s=900)
     scripts.ensure_groups()                                             # at start and after NOGROUP
     scripts.read(count) -> list[Delivery] | None                        # None: paused; handed-back ones first
+    scripts.unread(most) -> tuple[int, int, int]                        # entries of each lane that nobody has read
     scripts.start(ref, job, prompt_tokens=, ttl_ms=, max_attempts=, nonce=) -> Started
     scripts.publish(batch: TokenBatch) -> list[Refused]
     scripts.finalise(ref, job, result, fence=, published=, events=(), callback=None, dead=None) -> Ending
@@ -14,7 +15,8 @@ A worker's side, on a synchronous client (thread-safe as that client is):
     scripts.renew(refs) -> list[Ref]                                    # the lost ones
     scripts.yield_(ref, idle_ms=, polite=True, spare=False, due_in_ms=None) -> bool     # False: lost
     scripts.clear(ref, fence) -> bool                                   # a suspect is one no more; False: lost
-    scripts.promote(limit=64) -> int                                    # delayed jobs that are due
+    scripts.promote(chunk=64, seconds=0.5) -> int                       # delayed jobs that are due
+    scripts.reconcile(limit=32) -> int                                  # jobs whose entry somebody deleted
     scripts.last_ids(job_ids) -> dict[str, tuple[int, int]]             # (fence, n) of each stream's last entry
     scripts.remove_consumer(name) -> bool                               # only where nothing is pending for it
     scripts.cancel(job_id, reason="user", ttl_s=) -> CancelReply
@@ -26,6 +28,7 @@ Argument and reply types live in `replies.py`, the producer's calls without I/O 
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict, Unpack
@@ -59,6 +62,7 @@ from producer.protocol.keys import (
     open_stream_ttl,
 )
 from producer.protocol.lua import Runner
+from producer.protocol.meta import ON
 from producer.protocol.replies import (
     CancelReply,
     DeadLetter,
@@ -73,7 +77,7 @@ from producer.protocol.replies import (
     Why,
     classify,
 )
-from producer.protocol.result import Result
+from producer.protocol.result import Result, Status
 
 __all__ = [
     "CancelReply",
@@ -96,6 +100,10 @@ __all__ = [
 ]
 
 RENEW_CHUNK = 256
+LOOK_MS = 10_000
+"""Between two looks at the entry of a job without a result, and from the look that misses it to the job's end."""
+DELETED = "its entry was deleted from the queue"
+"""Why a job is cancelled whose entry somebody deleted."""
 
 
 class StartOptions(TypedDict):
@@ -159,7 +167,7 @@ class Scripts:
     def read(self, count: int) -> list[Delivery] | None:
         """Take at most `count` new entries, higher lanes first, without waiting. None: the queue is paused."""
         keys = self.keys
-        reply = self._runner.run("read", [keys.meta, *keys.lanes, keys.returned], [GROUP, self.consumer, count])
+        reply = self._runner.run("read", [keys.meta, *keys.lanes, keys.returned], [GROUP, self.consumer, count, *ON])
         if reply == b"PAUSED":
             return None
         returned, *new = reply
@@ -169,6 +177,11 @@ class Scripts:
             for lane, entries in zip(LANES, new, strict=True)
             for entry, flat in entries
         ]
+
+    def unread(self, most: int) -> tuple[int, int, int]:
+        """How many entries of each lane, high first, no worker has read yet; counted up to `most`."""
+        high, normal, low = self._runner.run("unread", self.keys.lanes, [GROUP, most])
+        return high, normal, low
 
     def start(self, ref: Ref, job: Identity, **options: Unpack[StartOptions]) -> Started:
         """START: the owner check, the duplicate rule, cancel and deadline, then a new fence and its `start` event."""
@@ -192,11 +205,12 @@ class Scripts:
 
     def _start_call(self, ref: Ref, job: Identity, options: StartOptions) -> Call:
         names = [self.keys.lane(ref.lane), *self._of(ref.id), *self.keys.lanes, self.keys.meta]
-        names += [self.keys.running(job.tenant or ""), self.keys.returned]
+        names += [self.keys.running(job.tenant or ""), self.keys.returned, self.keys.quota(job.tenant or "")]
+        names += [self.keys.booked(job.tenant or ""), self.keys.open]
         args: list[Any] = [GROUP, ref.entry, self.consumer, ref.lane, open_stream_ttl(self.result_ttl_s)]
         args += [options.get("nonce") or secrets.token_hex(8), _or_empty(options.get("ttl_ms"))]
         args += [_or_empty(options.get("max_attempts")), options["prompt_tokens"], job.group or "", job.tenant or ""]
-        args += ["1" if options.get("alone") else "0", "1" if options.get("strict") else "0"]
+        args += ["1" if options.get("alone") else "0", "1" if options.get("strict") else "0", ref.id]
         return Call("start", names, args)
 
     def _of(self, job_id: str) -> list[str]:
@@ -250,7 +264,7 @@ class Scripts:
         keys, group, tenant = self.keys, job.group or "", job.tenant or ""
         names = [keys.lane(ref.lane), *self._of(job.id), *keys.lanes, keys.dead, keys.callbacks]
         names += [keys.quota(tenant), keys.group(group), keys.group_out(group)]
-        names += [keys.running(tenant), keys.reading]
+        names += [keys.running(tenant), keys.reading, keys.returned, keys.booked(tenant), keys.open]
         args: list[Any] = [GROUP, ref.entry, self.consumer, ref.lane, job.id, _or_empty(fence)]
         args += [how.get("published", 0), result.status.value, result.to_json(), "1" if job.stream else "0"]
         args += [self.result_ttl_s, self.stream_ttl_s, group, how.get("callback") or "", how.get("prompt_tokens", 0)]
@@ -267,7 +281,8 @@ class Scripts:
         """Dead-letter an entry without a usable id, as `no_id`, and delete it. False: another worker holds it."""
         args: list[Any] = [GROUP, ref.entry, self.consumer, ref.lane, job_id[:128], ErrorCode.NO_ID.value]
         args += [clean(reason), *_cut(body), DEAD_MAXLEN]
-        return bool(self._runner.run("reject", [self.keys.lane(ref.lane), self.keys.dead], args) == b"OK")
+        names = [self.keys.lane(ref.lane), self.keys.dead, self.keys.returned]
+        return bool(self._runner.run("reject", names, args) == b"OK")
 
     def renew(self, refs: Iterable[Ref]) -> list[Ref]:
         """Renew the leases; returns the entries that are held no more."""
@@ -278,10 +293,10 @@ class Scripts:
         for lane, held in by_lane.items():
             for at in range(0, len(held), RENEW_CHUNK):
                 chunk = held[at : at + RENEW_CHUNK]
-                names = [self.keys.lane(lane)]
+                names = [self.keys.lane(lane), self.keys.returned]
                 for ref in chunk:
                     names += (self.keys.out(ref.id), self.keys.result(ref.id))
-                args = [GROUP, self.consumer, open_stream_ttl(self.result_ttl_s), *(ref.entry for ref in chunk)]
+                args = [GROUP, self.consumer, open_stream_ttl(self.result_ttl_s), lane, *(ref.entry for ref in chunk)]
                 lost += [chunk[number] for number in self._runner.run("renew", names, args)]
         return lost
 
@@ -290,33 +305,65 @@ class Scripts:
     ) -> bool:
         """Hand an entry back: others see it idle for `idle_ms` (a lease: at once; a lease less d: in d). False: lost.
 
+        An entry with `due_in_ms` is nobody's until it is read again.
         Not polite: the job still counts as running, so that its next start by another worker is a takeover. Spare: the
         start does not count against `max_attempts`, as it was no fault of the job. `due_in_ms`: from then on the next
         `read` gives it to whoever calls; without it, sweeps alone find it.
         """
         args: list[Any] = [GROUP, ref.entry, self.consumer, ref.lane, max(0, idle_ms)]
-        args += ["1" if polite else "0", "1" if spare else "0", self.keys.root, _or_empty(due_in_ms)]
+        args += ["1" if polite else "0", "1" if spare else "0", _or_empty(due_in_ms)]
         names = [self.keys.lane(ref.lane), self.keys.job(ref.id), self.keys.returned]
         return bool(self._runner.run("yield", names, args) == b"OK")
 
     def clear(self, ref: Ref, fence: int) -> bool:
         """A suspect ran alone past the place where its last run ended: its deaths so far count no more. False: lost."""
         args = [GROUP, ref.entry, self.consumer, ref.lane, str(fence)]
-        return bool(self._runner.run("clear", [self.keys.lane(ref.lane), self.keys.job(ref.id)], args) == b"OK")
+        names = [self.keys.lane(ref.lane), self.keys.job(ref.id), self.keys.returned]
+        return bool(self._runner.run("clear", names, args) == b"OK")
 
-    def promote(self, limit: int = 64) -> int:
-        """Move delayed jobs that are due into their lanes, `limit` at most; returns how many were moved."""
-        seconds, micros = self.client.time()
-        now = seconds * 1000 + micros // 1000
-        due: Any = self.client.zrangebyscore(self.keys.delayed, "-inf", now, start=0, num=limit)
-        keys, moved = self.keys, 0
-        for raw in due:
-            usable = is_name(raw.decode("utf-8", "replace"))
-            own = [prefix.encode() + raw for prefix in (keys.delayed_job(""), keys.job(""), keys.result(""))]
-            names = [keys.delayed, *own, *keys.lanes, keys.dead]
-            args = [keys.root, raw, DEAD_MAXLEN, "" if usable else ErrorCode.NO_ID.value]
-            moved += self._runner.run("due", names, args) == b"MOVED"
-        return moved
+    def promote(self, chunk: int = 64, seconds: float = 0.5) -> int:
+        """Move the delayed jobs that are due into their lanes, `chunk` in a round trip; returns how many were moved.
+
+        Ends when none is due, when the queue is full, or after `seconds`; then the next call goes on.
+        """
+        moved, until = 0, time.monotonic() + seconds
+        while True:
+            now_s, micros = self.client.time()
+            now = now_s * 1000 + micros // 1000
+            due: Any = self.client.zrangebyscore(self.keys.delayed, "-inf", now, start=0, num=chunk)
+            replies = self._runner.run_all([self._due_call(raw) for raw in due]) if due else []
+            moved += replies.count(b"MOVED")
+            if len(due) < chunk or b"FULL" in replies or b"EARLY" in replies or time.monotonic() >= until:
+                return moved
+
+    def _due_call(self, raw: bytes) -> Call:
+        keys = self.keys
+        usable = is_name(raw.decode("utf-8", "replace"))
+        own = [prefix.encode() + raw for prefix in (keys.delayed_job(""), keys.job(""), keys.result(""))]
+        names: list[Any] = [keys.delayed, *own, *keys.lanes, keys.dead, keys.meta, keys.open]
+        return Call("due", names, [raw, DEAD_MAXLEN, "" if usable else ErrorCode.NO_ID.value])
+
+    def reconcile(self, limit: int = 32, look_ms: int = LOOK_MS) -> int:
+        """End jobs whose entry somebody deleted; returns how many.
+
+        Looks at `limit` jobs without a result, at each no more often than every `look_ms`, whoever calls.
+        """
+        now_s, micros = self.client.time()
+        now = now_s * 1000 + micros // 1000
+        index: Any = self.keys.open
+        pipe = self.client.pipeline(transaction=False)
+        pipe.zrevrangebyscore(index, "(0", "-inf", start=0, num=limit)
+        pipe.zrangebyscore(index, 0, now - look_ms, start=0, num=limit)
+        missing, others = pipe.execute()
+        calls = [self._reconcile_call(raw, look_ms) for raw in (*others, *missing)]
+        return self._runner.run_all(calls).count(b"DONE") if calls else 0
+
+    def _reconcile_call(self, raw: bytes, grace_ms: int) -> Call:
+        keys, job_id = self.keys, raw.decode("utf-8", "replace")
+        result = Result(id=job_id, status=Status.CANCELLED, cancel_reason=DELETED)
+        names = [keys.open, *self._of(job_id), keys.delayed_job(job_id), keys.delayed, keys.callbacks, keys.meta]
+        args = [raw, result.to_json(), self.result_ttl_s, self.stream_ttl_s, grace_ms]
+        return Call("reconcile", [*names, *keys.lanes], args)
 
     def last_ids(self, job_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
         """(fence, n) of the last entry of each job's stream; (0, 0) where it is empty or absent."""
@@ -336,17 +383,15 @@ class Scripts:
 
     def cancel(self, job_id: str, reason: str = "user", ttl_s: int = CANCEL_TTL_S) -> CancelReply:
         """Cancel a job: queued and delayed ones end now, a running one is asked to."""
-        return cancel_reply(
-            self._run(cancel_call(self.keys, job_id, reason, ttl_s, self.result_ttl_s, self.stream_ttl_s))
-        )
+        return cancel_reply(self._run(cancel_call(self.keys, job_id, reason, ttl_s)))
 
-    def enqueue(self, entry: JobEntry, priority: str = "normal") -> str:
-        """Add a job; returns its entry ID.
+    def enqueue(self, entry: JobEntry, priority: str = "normal", delay: float | None = None) -> str:
+        """Add a job; returns its entry ID, which one with a delay does not have yet.
 
         Raises:
             JobExists, QueueFull, QuotaExceeded: it was not taken.
         """
-        return enqueue_reply(self._run(enqueue_call(self.keys, entry, priority)), entry)
+        return enqueue_reply(self._run(enqueue_call(self.keys, entry, priority, delay)), entry)
 
 
 def _or_empty(value: int | None) -> int | str:

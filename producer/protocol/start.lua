@@ -1,6 +1,7 @@
 -- Begin (or begin again) to run an entry: hand out a fence.
--- KEYS lane job result cancel out high normal low meta running returned
+-- KEYS lane job result cancel out high normal low meta running returned quota booked open
 -- ARGV consumer-group entry consumer lane-name open-ttl-s nonce ttl-ms max-attempts prompt-tokens group tenant alone strict
+--      id
 -- -> {status, fence, attempt, deaths, now-ms, reason, tries}; status OK | CANCELLED | EXPIRED | SPENT | CAPPED | DUP | LOST
 -- `attempt` counts starts, `tries` those of them that max-attempts counts: not the ones that were handed back politely.
 local lane, job, result, cancel, out = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
@@ -26,7 +27,7 @@ local function park(lease)
   list_returned(KEYS[11], name, entry, delay)
 end
 
-if not owned(lane, consumers, entry, consumer) then return { 'LOST', '0', 0, 0, now, '', 0 } end
+if not owned(lane, consumers, entry, consumer, KEYS[11], name) then return { 'LOST', '0', 0, 0, now, '', 0 } end
 clear_foreign(job, out)
 if redis.call('EXISTS', result) == 1 or other_live(job, name, entry, lanes) then
   remove(lane, consumers, entry)
@@ -58,9 +59,9 @@ if ARGV[8] ~= '' and tries >= tonumber(ARGV[8]) and guilty then
 end
 
 local limits = redis.call('HMGET', KEYS[9], 'max_running_per_tenant', 'lease_ms')
-local cap, member = ARGV[11] ~= '' and tonumber(limits[1] or ''), name .. ' ' .. entry
+local cap, member = ARGV[11] ~= '' and whole(limits[1]), name .. ' ' .. entry
 if cap and capped(cap, member) then
-  park(tonumber(limits[2] or '30000'))
+  park(whole(limits[2]) or 30000)
   return { 'CAPPED', '0', attempt, deaths, now, '', tries }
 end
 
@@ -71,8 +72,18 @@ local started = redis.pcall('XADD', out, fence .. '-0', 'type', 'start', 'worker
 if started.err then return started end
 if cap then redis.call('SADD', KEYS[10], member) end
 redis.call('EXPIRE', out, ARGV[5])
-if not same then reset(job) end
+if not same then
+  -- An entry of this id that was counted is gone, and this one has come in its place.
+  local gone = gone_before(job)
+  reset(job)
+  if gone and gone.keys.booked == KEYS[13] then
+    unbook(gone.keys, gone.member, 86400)
+    redis.call('SREM', KEYS[10], gone.member)
+  end
+  if gone and gone.group_name ~= '' and gone.group_name == ARGV[10] then redis.call('HSET', job, 'counted', '1') end
+end
 redis.call('PERSIST', job)
+open_job(KEYS[14], ARGV[14])
 redis.call('HSET', job, 'state', 'running', 'lane', name, 'entry', entry, 'worker', consumer, 'fence', fence,
   'attempt', attempt, 'deaths', deaths, 'start', ARGV[6], 'tries', tries, 'alone', ARGV[12])
 if ARGV[10] ~= '' then redis.call('HSET', job, 'group', ARGV[10]) end

@@ -12,6 +12,9 @@ from producer.client import Client
 from producer.protocol.connection import command_client
 from producer.protocol.keys import Keys
 from tests.producer.mini import MiniWorker, Queue
+from tests.strict import strict_scripts
+
+__all__ = ["strict_scripts"]
 
 
 @pytest.fixture

@@ -9,8 +9,11 @@ import pytest
 
 from producer.protocol.connection import command_client
 from producer.protocol.keys import Keys
+from tests.strict import strict_scripts
 from tests.worker.harness import Queue
 from worker.embedded import embedded_redis
+
+__all__ = ["strict_scripts"]
 
 
 @pytest.fixture(scope="session")

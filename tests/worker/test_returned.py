@@ -105,7 +105,7 @@ def test_sweeps_that_find_more_and_more_leave_every_other_look_to_what_is_new(qu
 
     held, parts = Held(), MagicMock()
     sweeper = Full(ours, held, parts, 30, 15, parts)
-    looks = Looks(settings_from({"model": "fake"}), ours, queue.client, held, parts, parts, sweeper, *[parts] * 5)
+    looks = Looks(settings_from({"model": "fake"}), ours, queue.client, held, parts, parts, sweeper, *[parts] * 6)
     for _ in range(4):
         queue.add(BODY)
         assert looks.round()
