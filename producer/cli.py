@@ -29,6 +29,7 @@ from producer.protocol.body import Body
 from producer.protocol.connection import DEFAULT_URL
 from producer.protocol.events import FinalEvent
 from producer.protocol.keys import LANES
+from producer.protocol.meta import Meta, paused
 from producer.protocol.replies import CancelReply
 from producer.protocol.result import Result, Status
 from producer.protocol.version import version
@@ -157,6 +158,7 @@ def submit(
         job = client.submit(
             **request, id=job_id, priority=priority, ttl=ttl, timeout=BRIEF_S if timeout is None else timeout
         )
+        _say_if_paused(client)
         if not wait:
             print(job.id)
             return
@@ -224,12 +226,15 @@ def cancel(
 def info(redis: Url = DEFAULT_URL, queue: Queue = "default", prefix: Prefix = "tokenmill") -> None:
     """Show how many jobs wait or run in each lane, and who serves the queue."""
     with connected(redis, queue, prefix) as client:
-        (*depths, delayed, dead, paused), workers = client.patiently(lambda: _survey(client), outage_s=BRIEF_S)
+        (*depths, delayed, dead, raw), workers = client.patiently(lambda: _survey(client), outage_s=BRIEF_S)
         for name, depth in zip(LANES, depths, strict=True):
             print(f"{name:8}{depth}")
         print(f"{'delayed':8}{delayed}\n{'dead':8}{dead}")
-        if paused == b"1":
-            print("paused: workers read nothing")
+        meta = Meta.of(raw)
+        if meta.paused:
+            print(f"paused: workers read nothing; to resume: HDEL '{client.keys.meta}' paused")
+        for problem in meta.problems:
+            print(f"meta is not understood: {problem}")
         if not workers:
             print("no worker serves this queue")
         for key, told in workers.items():
@@ -238,13 +243,13 @@ def info(redis: Url = DEFAULT_URL, queue: Queue = "default", prefix: Prefix = "t
 
 
 def _survey(client: Client) -> tuple[list[Any], dict[bytes, dict[Any, Any]]]:
-    """What `info` shows: depths, delayed, dead and `paused`; each worker's key with its fields."""
+    """What `info` shows: depths, delayed, dead and `meta`; each worker's key with its fields."""
     keys, pipe = client.keys, client.redis.pipeline(transaction=False)
     for lane in keys.lanes:
         pipe.xlen(lane)
     pipe.zcard(keys.delayed)
     pipe.xlen(keys.dead)
-    pipe.hget(keys.meta, "paused")
+    pipe.hgetall(keys.meta)
     workers: list[Any] = sorted(client.redis.scan_iter(match=keys.worker("*"), count=1000))
     return pipe.execute(), {key: client.redis.hgetall(key) for key in workers}
 
@@ -264,30 +269,52 @@ def _params(pairs: list[str]) -> dict[str, Any]:
 
 @contextmanager
 def _patience(client: Client, job_id: str) -> Iterator[Callable[[], None]]:
-    """Say on stderr, once and only after `PATIENCE_S`, why there may be nothing from a job; yields what calls it off.
+    """Say on stderr why there may be nothing from a job: at once for a delayed one, else once and after `PATIENCE_S`.
 
-    The usual reasons, no worker and a wrong id or queue, look alike otherwise: nothing happens.
+    The usual reasons, no worker and a wrong id or queue, look alike otherwise: nothing happens. Yields what calls the
+    note off.
     """
 
     def tell() -> None:
         queue = client.keys.queue
-        with suppress(RedisError):  # who waits hears of that
+        with suppress(RedisError):  # the wait itself reports that
+            held_up = "the queue is paused" if paused(client.redis, client.keys) else None
             match client.states([job_id])[0]:
                 case None:
                     note = f"queue {queue} has no such job, or no worker has read it yet"
+                case "delayed":
+                    note = held_up or f"it is due; a worker or the clerk of queue {queue} moves it into its lane"
                 case "queued":
-                    note = f"still queued; `tokenmill info` tells who serves queue {queue}"
+                    note = f"still queued; {held_up or f'`tokenmill info` tells who serves queue {queue}'}"
                 case _:
                     return
             print(f"job {job_id}: {note}; waiting", file=sys.stderr)
 
-    timer = threading.Timer(PATIENCE_S, tell)
+    if (due := _due_in_s(client, job_id)) is not None:
+        print(f"job {job_id}: delayed, due in {due:.0f} s; waiting", file=sys.stderr)
+
+    timer = threading.Timer(PATIENCE_S + (due or 0.0), tell)
     timer.daemon = True
     timer.start()
     try:
         yield timer.cancel
     finally:
         timer.cancel()
+
+
+def _due_in_s(client: Client, job_id: str) -> float | None:
+    """Seconds until a delayed job is due; None for any other."""
+    with suppress(RedisError):  # the wait itself reports that
+        if client.states([job_id])[0] == "delayed":
+            due, (seconds, micros) = client.redis.zscore(client.keys.delayed, job_id), client.redis.time()
+            return max(0.0, float(due) / 1000 - seconds - micros / 1e6) if due is not None else 0.0
+    return None
+
+
+def _say_if_paused(client: Client) -> None:
+    with suppress(RedisError):  # the job is in the queue all the same
+        if paused(client.redis, client.keys):
+            print(f"queue {client.keys.queue} is paused: the job waits until it is resumed", file=sys.stderr)
 
 
 def _follow(client: Client, job: Job, timeout: float | None) -> None:

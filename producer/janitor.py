@@ -1,9 +1,9 @@
 """What nobody else cleans up in a queue.
 
-    clean_up(client, keys) -> {"consumers": …, "groups": …}
+    clean_up(client, keys) -> {"consumers": …, "groups": …, "jobs": …}
 
-Consumers that dead workers left behind, and groups of jobs that will never be complete. A consumer that holds entries
-is never deleted: its entries would be lost with it.
+Consumers that dead workers left behind, groups of jobs that will never be complete, and jobs whose entry somebody
+deleted. A consumer that holds entries is never deleted: its entries would be lost with it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,23 @@ from redis.exceptions import ResponseError
 from producer.callbacks import CLERKS
 from producer.protocol.keys import GROUP, RESULT_TTL_S, Keys
 from producer.protocol.lua import Runner
+from producer.protocol.meta import whole
+from producer.protocol.scripts import Scripts
 
 IDLE_S: Final = 3600.0
 """A consumer that did nothing for so long and holds nothing is gone. One that comes back is created again by its
 read."""
 
 
+RECONCILED: Final = 1000
+"""Jobs whose entries are looked for in one call; workers do so all the time, a few a second."""
+
+
 def clean_up(client: redis.Redis, keys: Keys, idle_s: float = IDLE_S) -> dict[str, int]:
-    """Clean up once; returns what was removed or given a time to live. Safe beside workers, clerks and other
+    """Clean up once; returns what was removed, given a time to live or ended. Safe beside workers, clerks and other
     janitors."""
-    return {"consumers": _consumers(client, keys, idle_s), "groups": _groups(client, keys)}
+    jobs = Scripts(client, keys).reconcile(RECONCILED)
+    return {"consumers": _consumers(client, keys, idle_s), "groups": _groups(client, keys), "jobs": jobs}
 
 
 def _consumers(client: redis.Redis, keys: Keys, idle_s: float) -> int:
@@ -54,8 +61,8 @@ def _groups(client: redis.Redis, keys: Keys) -> int:
     """
     if any(client.xlen(lane) for lane in keys.lanes) or client.zcard(keys.delayed):
         return 0
-    ending = 0
+    ending, life = 0, whole(client.hmget(keys.meta, ["result_ttl_seconds"])[0]) or RESULT_TTL_S
     for pattern in (keys.group("*"), keys.group_out("*")):
         for key in client.scan_iter(match=pattern, count=1000):
-            ending += client.expire(key, RESULT_TTL_S, nx=True)
+            ending += client.expire(key, life, nx=True)
     return ending

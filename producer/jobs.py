@@ -40,6 +40,7 @@ from producer.protocol.calls import JobExists
 from producer.protocol.connection import DEFAULT_URL
 from producer.protocol.faults import transient
 from producer.protocol.result import Result
+from producer.protocol.scripts import Scripts
 from producer.webhook import WebhookSettings
 
 REDIS: Final = "TOKENMILL_REDIS"
@@ -49,6 +50,8 @@ LONGEST_ID: Final = 112
 """Of an RQ job, so that ids with a generation are ids of ours."""
 LEAST_S: Final = 2.0
 """Webhooks are delivered for so long before another job gets its turn."""
+PROMOTE_S: Final = 0.5
+"""How often delayed jobs are moved while webhooks are delivered."""
 POLL_S: Final = 1.0
 """How often a waiting job asks RQ whether it was cancelled."""
 
@@ -155,16 +158,19 @@ def deliver_callbacks(
 ) -> dict[str, int]:
     """Deliver webhooks for so long, then return how many were delivered, put off to a later try and given up.
 
-    Ends early where its RQ worker is asked to stop or another job waits behind it. Whom it may call and how it signs
+    Delayed jobs that are due are moved into their lanes meanwhile, so that they join with no worker alive, too. Ends
+    early where its RQ worker is asked to stop or another job waits behind it. Whom it may call and how it signs
     is the environment's to say.
 
     Raises:
         ValueError: a setting is missing or wrong; nothing is lost.
     """
     with _client(redis_url, queue, prefix) as client:
+        scripts = Scripts(client.redis, client.keys)
+        scripts.promote()  # whatever is wrong with the settings of webhooks
         courier = Courier(_url(redis_url), client.keys, WebhookSettings.of(os.environ))
         try:
-            return courier.run(seconds, _makes_way(rq.get_current_job()))
+            return courier.run(seconds, _promoting(scripts, _makes_way(rq.get_current_job())))
         finally:
             courier.close()
 
@@ -246,6 +252,20 @@ def _asked(job: RqJob) -> Callable[[], bool]:
             except RedisError as error:
                 _check_transient(error)
         return asked
+
+    return probe
+
+
+def _promoting(scripts: Scripts, stop: Callable[[], bool]) -> Callable[[], bool]:
+    """`stop`, which is asked all the time, with a look at the delayed jobs once in `PROMOTE_S`."""
+    last = time.monotonic()
+
+    def probe() -> bool:
+        nonlocal last
+        if time.monotonic() >= last + PROMOTE_S:
+            last = time.monotonic()
+            scripts.promote()
+        return stop()
 
     return probe
 

@@ -39,6 +39,8 @@ class Gate:
         self._quarantine = quarantine
         self.closed = False
         """While draining nothing new is started."""
+        self._retry_at = 0.0
+        """`time.monotonic()` until which no START is tried, since one did not get through."""
 
     def __call__(self, requests: list[Request]) -> None:
         """START all of them; who may not run is dropped from the engine before anything is computed for it."""
@@ -66,13 +68,19 @@ class Gate:
         self._loop.engine.drop(job.handle)
 
     def _start(self, jobs: list[Job]) -> bool:
-        """One round trip for all. False: Redis cannot be reached now."""
+        """One round trip for all. False: Redis cannot be reached now, or could not be a moment ago.
+
+        In the second case nothing is asked of Redis: requests before these wait for the same, and keep their turn.
+        """
+        if time.monotonic() < self._retry_at:
+            return False
         try:
             replies = self._scripts.start_all([(job.ref, job.who, _options(job)) for job in jobs])
         except redis.RedisError as error:
             if not passing(error):
                 raise
             self._contact.failed("start", error)
+            self._retry_at = time.monotonic() + RETRY_SECONDS
             return False
         for job, started in zip(jobs, replies, strict=True):
             job.nonce = new_nonce()

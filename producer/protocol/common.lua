@@ -63,9 +63,13 @@ local function text(number)
   return string.format('%.0f', number)
 end
 
-local function now_ms()
+local function now_us()
   local time = redis.call('TIME')
-  return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+  return tonumber(time[1]) * 1000000 + tonumber(time[2])
+end
+
+local function now_ms()
+  return math.floor(now_us() / 1000)
 end
 
 -- After `delay` ms the next read of any worker takes this entry, which is to be idle for a lease by then.
@@ -129,7 +133,7 @@ local function open_job(index, id)
   redis.pcall('ZADD', index, text(now_ms()), id)
 end
 
--- A tenant's quota counts the members of `booked`: `<lane> <entry>` of each job that the queue took for it; score = ms of
+-- A tenant's quota counts the members of `booked`: `<lane> <entry>` of each job that the queue took for it; score = us of
 -- the last look at that entry. Beside them stand `delayed <id>`, with negative scores and not counted.
 local function used_by(booked)
   return redis.call('ZCOUNT', booked, 0, '+inf')
@@ -154,7 +158,7 @@ end
 -- Take out of a tenant's count what is gone, since somebody deleted it: a few members a call, the least recently looked
 -- at first. Called where a cap refuses a job.
 local function prune(booked, lanes, delayed)
-  local now = now_ms()
+  local now = now_us()
   for _, member in ipairs(redis.call('ZRANGEBYSCORE', booked, 0, '+inf', 'LIMIT', 0, 16)) do
     local lane, entry = string.match(member, '^(%a+) ([%d-]+)$')
     if lanes[lane] and live(lanes[lane], entry) then
@@ -209,7 +213,7 @@ local function book(f, gone)
     redis.call('HSET', f.job, 'tenant', f.tenant)
     keep_only(f.booked, 'zset')
     redis.call('ZREM', f.booked, 'delayed ' .. f.id)
-    redis.call('ZADD', f.booked, text(now_ms()), f.lane .. ' ' .. f.entry)
+    redis.call('ZADD', f.booked, text(now_us()), f.lane .. ' ' .. f.entry)
     write_quota(f.quota, f.booked, 86400)
   end
   if f.group_name ~= '' then

@@ -44,7 +44,7 @@ for i = 1, #fields, 2 do
   if fields[i] == 'stream' then stream = fields[i + 1] end
 end
 if delay ~= '' then
-  if tenant ~= '' then redis.call('ZADD', booked, text(-now_ms()), 'delayed ' .. ARGV[7]) end
+  if tenant ~= '' then redis.call('ZADD', booked, text(-now_us()), 'delayed ' .. ARGV[7]) end
   redis.call('HSET', delayed_job, 'lane', name, unpack(fields))
   redis.call('ZADD', delayed, text(now_ms() + tonumber(delay)), ARGV[7])
   redis.call('HSET', job, 'state', 'delayed', 'nonce', nonce)

@@ -87,7 +87,7 @@ def test_every_role_can_do_its_work(urls: dict[str, str], roles: dict[str, redis
             assert "".join(mine.text(timeout=10)) == mine.result(timeout=10).text
             later = client.submit("x", max_tokens=3, delay=60)
             assert later.cancel() is CancelReply.DONE
-            soon = client.submit("x", max_tokens=3, delay=0.1)
+            soon = client.submit("x", max_tokens=3, delay=0.1, tenant="t", group="g")
             assert soon.result(timeout=10).status == "succeeded"
             lines = write(tmp_path / "in.jsonl", [request("a", "x", model="fake"), request("b", "y", model="fake")])
             assert batch.run(lines, tmp_path / "out.jsonl", client=client) == batch.BatchReport(2, 2, 0)
@@ -194,6 +194,7 @@ def test_a_client_cannot_take_jobs_or_steer_the_queue(roles: dict[str, redis.Red
         ("XGROUP", "CREATE", lane, "mine", "0"),
         ("XTRIM", lane, "MAXLEN", "0"),
         ("HSET", KEYS.meta, "paused", "1"),
+        ("HGETALL", KEYS.meta),
         ("XADD", KEYS.dead, "*", "a", "b"),
         ("XRANGE", KEYS.dead, "-", "+"),
         ("XRANGE", KEYS.callbacks, "-", "+"),
@@ -216,7 +217,7 @@ def test_a_clerk_cannot_take_jobs_or_steer_the_queue(roles: dict[str, redis.Redi
         ("DEL", KEYS.callbacks),
         ("HSET", KEYS.meta, "paused", "1"),
         ("HSET", KEYS.worker("w"), "status", "ready"),
-        ("XADD", KEYS.dead, "*", "a", "b"),
+        ("XRANGE", KEYS.dead, "-", "+"),
         ("SUBSCRIBE", "x"),
     ):
         refused(roles["clerk"], *command)

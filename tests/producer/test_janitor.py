@@ -62,4 +62,4 @@ def test_an_abandoned_group_expires_and_one_with_jobs_does_not(queue: Queue) -> 
 
 
 def test_a_queue_that_never_was_is_clean(queue: Queue) -> None:
-    assert clean_up(queue.redis, queue.keys, idle_s=0) == {"consumers": 0, "groups": 0}
+    assert clean_up(queue.redis, queue.keys, idle_s=0) == {"consumers": 0, "groups": 0, "jobs": 0}
