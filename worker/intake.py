@@ -64,7 +64,7 @@ class Intake:
         contact: Contact,
         mailbox: Mailbox,
         stop: threading.Event,
-        give_back: Callable[[list[Job]], None],
+        give_back: Callable[[list[Job]], None] = lambda jobs: None,
     ) -> None:
         """`blocking`: a client for reads that wait; `stop` ends the thread after the read under way.
 

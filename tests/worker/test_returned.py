@@ -47,6 +47,36 @@ def test_what_is_handed_back_goes_to_the_next_reader_before_what_is_new(queue: Q
     assert ours.renew([ref]) == [ref]
 
 
+@pytest.mark.parametrize("late", ["renewal", "start", "clear", "hand-back"])
+def test_what_a_worker_still_sends_undoes_no_hand_back(queue: Queue, late: str) -> None:
+    """It was under way in another thread; the entry is idle for a lease as before, and the next read takes it."""
+    ours, theirs = scripts(queue, "a"), scripts(queue, "b")
+    queue.add(BODY)
+    (ref,) = refs(ours.read(1))
+    fence = ours.start(ref, Identity(ref.id), prompt_tokens=1).fence
+    ours.yield_(ref, idle_ms=30_000, due_in_ms=0)
+    if late == "renewal":
+        assert ours.renew([ref]) == [ref]
+    elif late == "start":
+        assert ours.start(ref, Identity(ref.id), prompt_tokens=1).status is StartStatus.LOST
+    elif late == "clear":
+        assert not ours.clear(ref, fence)
+    else:
+        assert not ours.yield_(ref, idle_ms=0, due_in_ms=10_000)
+    assert refs(theirs.read(5)) == [ref]
+    assert theirs.start(ref, Identity(ref.id), prompt_tokens=1).deaths == 0
+
+
+def test_a_returned_entry_of_a_lower_lane_goes_after_new_ones_of_a_higher(queue: Queue) -> None:
+    ours = scripts(queue, "a")
+    low = [queue.add(BODY, "low") for _ in range(4)]
+    for ref in reversed(refs(ours.read(4))):
+        ours.yield_(ref, idle_ms=30_000, due_in_ms=0)
+    high = [queue.add(BODY, "high") for _ in range(3)]
+    found = [ref.id for _ in range(7) for ref in refs(ours.read(1))]
+    assert found == high + low
+
+
 def test_before_it_is_due_nobody_gets_it(queue: Queue) -> None:
     ours, theirs = scripts(queue, "a", 1000), scripts(queue, "b", 1000)
     queue.add(BODY)
@@ -105,7 +135,7 @@ def test_sweeps_that_find_more_and_more_leave_every_other_look_to_what_is_new(qu
 
     held, parts = Held(), MagicMock()
     sweeper = Full(ours, held, parts, 30, 15, parts)
-    looks = Looks(settings_from({"model": "fake"}), ours, queue.client, held, parts, parts, sweeper, *[parts] * 6)
+    looks = Looks(settings_from({"model": "fake"}), ours, queue.client, held, parts, parts, sweeper, *[parts] * 5)
     for _ in range(4):
         queue.add(BODY)
         assert looks.round()
