@@ -146,3 +146,14 @@ def test_webhooks_go_on_after_the_clerk_or_redis_is_killed(
         ask(3)
     assert len(receiver.received) == 3
     assert process.stop() == 0
+
+
+def test_delayed_jobs_join_their_lanes_with_no_worker_alive(own: Queue, office: Rq, tls: tuple[Path, Path]) -> None:
+    """So that an autoscaler at zero workers sees them, and counters heal there as well."""
+    process = clerk(office, tls[0])
+    with Client(own.url, own.keys.queue) as client:
+        for number in range(100):
+            client.submit("x", id=f"{number}", delay=0.5, tenant="t", group="g")
+        eventually(lambda: own.depth() == 100, 30)
+        assert client.states(["0", "99"]) == ["queued", "queued"]
+    assert process.stop() == 0

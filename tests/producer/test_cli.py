@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from producer import cli
 from producer.cli import Exit
+from producer.client import Client
 from producer.protocol.version import version
 from tests.producer.batch.files import request, write
 from tests.producer.mini import MiniWorker, Queue
@@ -152,6 +153,43 @@ def test_who_waits_for_long_is_told_what_for(
     done = CliRunner().invoke(cli.app, [*arguments, *where])
     assert done.exit_code == Exit.EXPIRED
     assert done.stderr.count(told.format(queue=queue.keys.queue)) == 1
+
+
+@pytest.mark.parametrize("command", ["tail", "result"])
+def test_a_delayed_job_is_told_at_once_and_waited_for(queue: Queue, worker: MiniWorker, command: str) -> None:
+    with Client(queue.url, queue.keys.queue) as client:
+        client.submit("one two", id="later", delay=4)
+    done = run(queue, command, "later")
+    assert (done.returncode, done.stdout) == (Exit.SUCCEEDED, "one two \n")
+    assert re.fullmatch(r"job later: delayed, due in \d+ s; waiting\n", done.stderr)
+
+
+def test_a_delayed_job_that_nobody_moves_says_who_would(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "PATIENCE_S", 0.05)
+    with Client(queue.url, queue.keys.queue) as client:
+        client.submit("x", id="later", delay=0.01)
+    where = ["--timeout", "1", "--redis", queue.url, "--queue", queue.keys.queue]
+    done = CliRunner().invoke(cli.app, ["tail", "later", *where])
+    assert f"a worker or the clerk of queue {queue.keys.queue} moves it into its lane" in done.stderr
+
+
+def test_a_paused_queue_says_so(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "PATIENCE_S", 0.05)
+    queue.redis.hset(queue.keys.meta, mapping={"paused": "yes", "max_dept": "5"})
+    told = f"queue {queue.keys.queue} is paused: the job waits until it is resumed\n"
+    done = run(queue, "submit", "x", "--id", "mine", "--no-wait")
+    assert (done.stdout, done.stderr) == ("mine\n", told)
+    where = ["--timeout", "1", "--redis", queue.url, "--queue", queue.keys.queue]
+    assert (
+        "job mine: still queued; the queue is paused; waiting"
+        in CliRunner().invoke(cli.app, ["tail", "mine", *where]).stderr
+    )
+    shown = run(queue, "info").stdout
+    assert "paused: workers read nothing" in shown
+    assert "meta is not understood: unknown field 'max_dept': did you mean max_depth?" in shown
+    queue.redis.hset(queue.keys.meta, "paused", "no")
+    assert run(queue, "submit", "x", "--no-wait").stderr == ""
+    assert "paused" not in run(queue, "info").stdout
 
 
 @pytest.mark.redis_server

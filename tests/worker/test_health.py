@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.outputs import EngineStats
@@ -234,3 +235,23 @@ def test_what_is_taken_over_is_counted(queue: Queue) -> None:
     with inside(queue, http_port="0", lease_seconds="0.5") as worker:
         assert queue.check_ending(job)["status"] == "succeeded"
         assert scrape(worker)["takeovers_total"] == 1
+
+
+def test_a_pause_and_what_is_misspelt_in_meta_are_logged_and_measured(queue: Queue) -> None:
+    with structlog.testing.capture_logs() as logs, inside(queue, http_port="0", lease_seconds="1") as worker:
+
+        def events() -> list[str]:
+            return [entry["event"] for entry in logs if "queue_" in entry["event"] or "meta" in entry["event"]]
+
+        assert scrape(worker)["paused"] == 0
+        queue.client.hset(queue.keys.meta, mapping={"paused": "True", "max_dept": "5"})
+        eventually(lambda: len(events()) == 2)
+        assert scrape(worker)["paused"] == 1
+        job = queue.add({"prompt": "x", "max_tokens": 1})
+        queue.client.hset(queue.keys.meta, "paused", "off")
+        assert queue.check_ending(job)["status"] == "succeeded"
+        eventually(lambda: len(events()) == 3)
+        assert scrape(worker)["paused"] == 0
+    assert events() == ["queue_paused", "meta_not_understood", "queue_resumed"]
+    (told,) = [entry["ignored"] for entry in logs if entry["event"] == "meta_not_understood"]
+    assert told == "unknown field 'max_dept': did you mean max_depth?"
