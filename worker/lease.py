@@ -26,6 +26,8 @@ log = structlog.get_logger()
 
 BEAT_SECONDS = 1.0
 """Between two signs of life, or a third of the lease where that is shorter."""
+PROMOTE_SECONDS = 0.5
+"""For how long delayed jobs are moved in one beat, if that is no more than a sixth of a lease: renewals wait for it."""
 
 
 class Keeper:
@@ -112,7 +114,7 @@ class Keeper:
             self.renew()
             self.sync_clock()
         self.show()
-        self._scripts.promote()
+        self._scripts.promote(seconds=min(PROMOTE_SECONDS, self._settings.lease_seconds / 6))
         self._scripts.reconcile()
         self._also()
 

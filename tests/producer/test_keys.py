@@ -25,7 +25,14 @@ def test_every_key_of_the_page_exists_here_and_no_other() -> None:
     ours = {*keys.lanes, keys.delayed, keys.dead, keys.callbacks, keys.meta, keys.worker("<name>")}
     ours |= {make("<id>") for make in (keys.job, keys.delayed_job, keys.out, keys.result, keys.cancel)}
     ours |= {keys.group("<gid>"), keys.group_out("<gid>"), keys.quota("<tenant>"), keys.running("<tenant>")}
-    ours |= {keys.returned, keys.reading, keys.callbacks_delayed, keys.callbacks_dead}
+    ours |= {
+        keys.booked("<tenant>"),
+        keys.open,
+        keys.returned,
+        keys.reading,
+        keys.callbacks_delayed,
+        keys.callbacks_dead,
+    }
     assert {key.removeprefix("tokenmill:{q}:") for key in ours} == documented
 
 
