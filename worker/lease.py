@@ -163,11 +163,11 @@ class Keeper:
         self._loop.telemetry.paused = meta.paused
         queue = self._settings.queue
         if meta.paused and not before.paused:
-            log.warning("queue_paused", queue=queue, doing="no new jobs are read; what is held goes on")
+            log.warning("queue_paused", queue=queue, message="no new jobs are read; jobs that are held go on")
         elif before.paused and not meta.paused:
             log.info("queue_resumed", queue=queue)
         if meta.problems and meta.problems != before.problems:
-            log.warning("meta_not_understood", queue=queue, ignored="; ".join(meta.problems))
+            log.warning("meta_not_understood", queue=queue, message="; ".join(meta.problems))
 
     def leave(self) -> None:
         """Take the sign of life away, and the consumer where nothing is pending for it."""

@@ -253,5 +253,5 @@ def test_a_pause_and_what_is_misspelt_in_meta_are_logged_and_measured(queue: Que
         eventually(lambda: len(events()) == 3)
         assert scrape(worker)["paused"] == 0
     assert events() == ["queue_paused", "meta_not_understood", "queue_resumed"]
-    (told,) = [entry["ignored"] for entry in logs if entry["event"] == "meta_not_understood"]
+    (told,) = [entry["message"] for entry in logs if entry["event"] == "meta_not_understood"]
     assert told == "unknown field 'max_dept': did you mean max_depth?"
