@@ -23,7 +23,7 @@ from engine.structured import GrammarCompiler
 
 
 class ChatError(Exception):
-    """The messages can't be put in the model's chat template; the message is for their sender and begins with the key."""
+    """The messages can't be put in the chat template; the error's text is for their sender and names the key."""
 
 
 _RESERVED = frozenset(

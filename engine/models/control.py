@@ -29,8 +29,8 @@ class TooManyPrivateCharacters(ValueError):
 class ControlText:
     """Finds and masks the text of special tokens, and encodes what was masked. Any thread may use it.
 
-    Added tokens that are not special, such as Gemma's runs of spaces or Qwen's `<think>`, are text that has an id of its
-    own: they are matched in messages as everywhere.
+    Added tokens that are not special, such as Gemma's runs of spaces or Qwen's `<think>`, are text that has an id of
+    its own: they are matched in messages as everywhere.
 
     Args:
         backend: a `tokenizers.Tokenizer`.

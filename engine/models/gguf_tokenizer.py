@@ -278,11 +278,11 @@ class Vocabulary:
         return tokenizer
 
     def _has_inst(self) -> bool:
-        """Whether this is one of Mistral's since 0.3: a space is put before the text only, not behind each marker too."""
+        """Whether this is one of Mistral's since 0.3: a space comes before the text, not behind each marker."""
         return any(token == "[INST]" and self.is_special(i) for i, token in enumerate(self.tokens))
 
     def _merges(self, ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-        """All ways to make a token of two others, the best token first: SentencePiece joins what gives the best score."""
+        """All ways to make a token of two others, best token first: SentencePiece joins what gives the best score."""
         scores = self._file.field("tokenizer.ggml.scores")
         if scores is None or len(scores) < len(self.tokens):
             raise LoadError(f"{self._file.path} has no tokenizer.ggml.scores for all of its tokens")

@@ -68,7 +68,7 @@ class Roles:
             for tools in (None, [_TOOL]):
                 try:
                     text = self._render(messages, tools)
-                except Exception:  # a template may fail in any way on a conversation that it was not made for
+                except Exception:  # noqa: BLE001 - a template may fail in any way on a conversation that it was not made for
                     continue
                 if _MARK in text:
                     return True

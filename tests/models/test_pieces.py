@@ -1,4 +1,4 @@
-"""What an id stands for is the same in text, log-probabilities, grammars and stop strings, with every kind of tokenizer."""
+"""An id stands for the same in text, log-probabilities, grammars and stop strings, with every kind of tokenizer."""
 
 from __future__ import annotations
 
