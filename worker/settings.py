@@ -110,7 +110,8 @@ class Settings(BaseModel):
         "Default: a quarter of the KV pool, in a file all of it, at most 1GiB.",
     )
     swap_file: str | None = Field(
-        default=None, description="Where to make a file that holds that host memory while the worker runs. Default: plain memory."
+        default=None,
+        description="Where to make a file that holds that host memory while the worker runs. Default: plain memory.",
     )
     max_overtakes: int = Field(
         default=16, ge=0, description="How often a job for which there is no room may be overtaken by smaller ones."
