@@ -24,6 +24,7 @@ import redis
 import structlog
 
 from producer.protocol.connection import blocking_client, command_client, redact
+from producer.protocol.environment import CLERK, COMMANDS, misspelt
 from producer.protocol.errors import JobError
 from producer.protocol.keys import Keys
 from producer.protocol.scripts import Scripts
@@ -43,7 +44,7 @@ from worker.logprobs import LogprobsWriter
 from worker.loop import Drop, EngineLoop
 from worker.publisher import Publisher
 from worker.results import Results
-from worker.settings import Settings
+from worker.settings import VARIABLES, Settings
 from worker.startup import Startup
 from worker.sweeper import Sweeper
 from worker.telemetry import Telemetry
@@ -390,6 +391,8 @@ class Worker:
 def main(settings: Settings, loader: Callable[[Settings], Loaded] = load) -> int:
     """Run a worker as this process; signals are caught before anything slow begins. Returns the exit status."""
     logs.configure(settings.log_format, settings.log_level)
+    for wrong in misspelt(os.environ, COMMANDS | CLERK | VARIABLES):
+        log.warning("variable_ignored", variable=wrong.name, reason="no setting", nearest=wrong.nearest)
 
     def load_and_settle(settings: Settings) -> Loaded:
         loaded = loader(settings)
