@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from producer.aio import AsyncClient, AsyncJob
     from producer.client import Client, Job
-    from producer.core import TextRestarted
+    from producer.core import JobLost, TextRestarted
     from producer.protocol.calls import EnqueueRefused, JobExists, QueueFull, QuotaExceeded
     from producer.protocol.errors import ErrorCode, JobError
     from producer.protocol.events import Event, FinalEvent, StartEvent, TokenEvent
@@ -33,6 +33,7 @@ __all__ = [
     "Job",
     "JobError",
     "JobExists",
+    "JobLost",
     "QueueFull",
     "QuotaExceeded",
     "Result",

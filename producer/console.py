@@ -13,6 +13,7 @@ import typer
 from redis.exceptions import AuthenticationError, RedisError
 
 from producer.client import Client
+from producer.core import JobLost
 from producer.interrupt import INTERRUPTED, interruptible
 from producer.protocol.calls import EnqueueRefused, JobExists
 from producer.protocol.connection import command_client, redact
@@ -27,7 +28,7 @@ class Exit(enum.IntEnum):
 
     SUCCEEDED = 0
     FAILED = 1
-    """The job failed."""
+    """The job failed, or Redis lost it."""
     USAGE = 2
     """Wrong arguments, or a request that a worker would refuse."""
     CANCELLED = 3
@@ -109,6 +110,8 @@ def connected(url: str, queue: str, prefix: str) -> Iterator[Client]:
         end(Exit.UNAVAILABLE if away else Exit.EXPIRED, str(late))
     except RedisError as error:
         end(Exit.UNAVAILABLE, f"Redis at {redact(url)}: {_told(error, url)}")
+    except JobLost as error:
+        end(Exit.FAILED, str(error))
     except JobExists as error:
         end(Exit.USAGE, str(error))
     except EnqueueRefused as error:
