@@ -139,15 +139,23 @@ def _device_memory(device: torch.device) -> int:
 def _host_tier(slots: int, block_bytes: int, file: str | None, device: torch.device) -> Tensor:
     """uint8 `[slots, block_bytes]`: pinned where the device copies by itself, or mapped from a file that is made here.
 
+    The file loses its name at once and its space with the process, so that no later start meets it.
+
     Raises:
-        ValueError: the file cannot be made as large as that.
+        ValueError: the file exists, or cannot be made as large as that.
     """
     if file is None or not slots:
         return torch.empty((slots, block_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    size = slots * block_bytes
     try:
-        with open(file, "wb") as made:
-            os.posix_fallocate(made.fileno(), 0, slots * block_bytes)
+        with open(file, "xb") as made:
+            try:
+                os.posix_fallocate(made.fileno(), 0, size)
+                mapped = torch.from_file(file, shared=True, size=size, dtype=torch.uint8)
+            finally:
+                os.unlink(file)
+    except FileExistsError:
+        raise ValueError(f"--swap-file: {file} exists, and may be somebody's: remove it or name another") from None
     except OSError as error:
-        raise ValueError(f"{file} cannot hold {slots * block_bytes} bytes of host tier: {error}") from error
-    mapped = torch.from_file(file, shared=True, size=slots * block_bytes, dtype=torch.uint8)
+        raise ValueError(f"{file} cannot hold {size} bytes of host tier: {error}") from error
     return mapped.view(slots, block_bytes)

@@ -1,13 +1,23 @@
-"""What other services import to use the queue: `Client`, `AsyncClient` and what they return and raise."""
+"""What other services import to use the queue: `Client`, `AsyncClient` and what they return and raise.
 
-from producer.aio import AsyncClient, AsyncJob
-from producer.client import Client, Job
-from producer.core import TextRestarted
-from producer.protocol.calls import EnqueueRefused, JobExists, QueueFull, QuotaExceeded
-from producer.protocol.errors import ErrorCode, JobError
-from producer.protocol.events import Event, FinalEvent, StartEvent, TokenEvent
-from producer.protocol.replies import CancelReply
-from producer.protocol.result import Choice, ErrorInfo, Result, Status, Timings, Usage
+Names are looked up when they are first used. Nothing is imported before: until this module has run, the command cannot
+handle a Ctrl-C.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # as typing's, which would have to be imported
+if TYPE_CHECKING:
+    from typing import Any
+
+    from producer.aio import AsyncClient, AsyncJob
+    from producer.client import Client, Job
+    from producer.core import JobLost, TextRestarted
+    from producer.protocol.calls import EnqueueRefused, JobExists, QueueFull, QuotaExceeded
+    from producer.protocol.errors import ErrorCode, JobError
+    from producer.protocol.events import Event, FinalEvent, StartEvent, TokenEvent
+    from producer.protocol.replies import CancelReply
+    from producer.protocol.result import Choice, ErrorInfo, Result, Status, Timings, Usage
 
 __all__ = [
     "AsyncClient",
@@ -23,6 +33,7 @@ __all__ = [
     "Job",
     "JobError",
     "JobExists",
+    "JobLost",
     "QueueFull",
     "QuotaExceeded",
     "Result",
@@ -33,3 +44,30 @@ __all__ = [
     "TokenEvent",
     "Usage",
 ]
+
+_MODULES = (
+    "producer.protocol.errors",
+    "producer.protocol.events",
+    "producer.protocol.replies",
+    "producer.protocol.result",
+    "producer.protocol.calls",
+    "producer.core",
+    "producer.client",
+    "producer.aio",
+)
+"""Where the names are, those first that import the least."""
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name in __all__:
+        for module in map(importlib.import_module, _MODULES):
+            if hasattr(module, name):
+                found = globals()[name] = getattr(module, name)
+                return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -20,7 +20,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from producer.core import (
     BLOCK_MS,
@@ -28,8 +28,10 @@ from producer.core import (
     READ_COUNT,
     WINDOW,
     Emit,
+    Exist,
     Full,
     Get,
+    Presence,
     Prompt,
     Read,
     Steps,
@@ -59,16 +61,18 @@ log = logging.getLogger(__name__)
 class AsyncJob:
     """One job, known by its id."""
 
-    def __init__(self, client: AsyncClient, job_id: str) -> None:
+    def __init__(self, client: AsyncClient, job_id: str, known: bool = False) -> None:
+        """`known`: Redis has it, or had it."""
         self._client = client
         self.id = job_id
+        self._presence = Presence(client.keys, *[job_id] if known else [])
 
     def __repr__(self) -> str:
         return f"AsyncJob({self.id!r})"
 
     def stream(self, from_id: str = "0", timeout: float | None = None) -> AsyncGenerator[Event, None]:
         """As `Job.stream`."""
-        return self._client._stream(self.id, check_event_id(from_id), self._deadline(timeout))
+        return self._client._stream(self.id, check_event_id(from_id), self._deadline(timeout), self._presence)
 
     async def text(self, index: int = 0, timeout: float | None = None) -> AsyncIterator[str]:
         """As `Job.text`."""
@@ -81,7 +85,7 @@ class AsyncJob:
 
     async def result(self, timeout: float | None = None) -> Result:
         """As `Job.result`."""
-        return await self._client._result(self.id, self._deadline(timeout))
+        return await self._client._result(self.id, self._deadline(timeout), self._presence)
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(f"job {self.id}: not finished", timeout)
@@ -148,7 +152,7 @@ class AsyncClient:
         full = await self._submit(Submit(entry, priority, delay, wait, deadline, OUTAGE_S if wait else AT_ONCE_S))
         if full is not None:
             raise full
-        return AsyncJob(self, entry.id)
+        return AsyncJob(self, entry.id, known=True)
 
     def job(self, id: str) -> AsyncJob:
         """As `Client.job`."""
@@ -230,13 +234,19 @@ class AsyncClient:
         except (RedisError, TimeoutError) as error:
             log.warning("unfinished jobs go on: %s; could not cancel them: %s", ", ".join(left), error)
 
-    async def _stream(self, job_id: str, from_id: str, deadline: Deadline) -> AsyncGenerator[Event, None]:
-        async with aclosing(self._drive(stream_steps(self.keys, job_id, from_id, deadline, self._block_ms))) as events:
+    async def _stream(
+        self, job_id: str, from_id: str, deadline: Deadline, presence: Presence
+    ) -> AsyncGenerator[Event, None]:
+        async with aclosing(
+            self._drive(stream_steps(self.keys, job_id, from_id, deadline, self._block_ms, presence))
+        ) as events:
             async for event in events:
                 yield event
 
-    async def _result(self, job_id: str, deadline: Deadline) -> Result:
-        async with aclosing(self._drive(result_steps(self.keys, job_id, deadline, self._block_ms))) as results:
+    async def _result(self, job_id: str, deadline: Deadline, presence: Presence) -> Result:
+        async with aclosing(
+            self._drive(result_steps(self.keys, job_id, deadline, self._block_ms, presence))
+        ) as results:
             return await anext(results)
 
     async def _drive(self, steps: Steps[T]) -> AsyncGenerator[T, None]:
@@ -254,10 +264,24 @@ class AsyncClient:
             else:
                 reply = await self._read(step)
 
-    async def _read(self, step: Read | Get) -> Any:
+    async def _read(self, step: Read | Get | Exist) -> Any:
+        if isinstance(step, Exist):
+            return await self._exist(step)
         if isinstance(step, Get):
             return await self.patiently(lambda: self.redis.mget(step.keys), step.deadline)
         return await self.patiently(lambda: self._xread(step.streams, step.block_ms), step.deadline)
+
+    async def _exist(self, step: Exist) -> list[bool]:
+        async def ask() -> list[int]:
+            pipe = self.redis.pipeline(transaction=False)
+            for keys in step.groups:
+                pipe.exists(*keys)
+            return list(await pipe.execute())
+
+        try:
+            return [count > 0 for count in await self.patiently(ask, step.deadline)]
+        except NoPermissionError:  # the role `producer` may not look
+            return [True] * len(step.groups)
 
     async def _xread(self, streams: Mapping[str, str], block_ms: int | None) -> Any:
         asked: dict[Any, Any] = dict(streams)

@@ -11,6 +11,8 @@ does not read.)
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
@@ -18,7 +20,10 @@ from rq import Queue, Repeat
 from rq.exceptions import NoSuchJobError
 from rq.job import Job, JobStatus
 
+from producer.console import warn_of_variables
+from producer.jobs import place
 from producer.rqworker import SteadyWorker
+from producer.webhook import WebhookSettings
 
 FOREVER: Final = 2**31 - 1
 LOST_AFTER: Final = timedelta(minutes=1)
@@ -40,6 +45,7 @@ class ClerkWorker(SteadyWorker):
     """An RQ worker that looks after the chores whenever it does RQ's maintenance, every ten seconds or so."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_environment(os.environ)
         super().__init__(*args, **kwargs)
         self.worker_ttl = min(self.worker_ttl, 25)
         self.job_monitoring_interval = min(self.job_monitoring_interval, 10)
@@ -54,6 +60,21 @@ class ClerkWorker(SteadyWorker):
         super().run_maintenance_tasks()  # type: ignore[no-untyped-call]
         for chore in CHORES:
             keep_going(self.queues[0], chore)
+
+
+def check_environment(environ: Mapping[str, str]) -> None:
+    """Tell which of our variables is wrong, before a chore fails for it, and which is misspelt.
+
+    Raises:
+        SystemExit: with status 2, where one is wrong; it was told in one line.
+    """
+    warn_of_variables(environ)
+    try:
+        place(environ)
+        WebhookSettings.of(environ)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def keep_going(queue: Queue, chore: Chore) -> None:

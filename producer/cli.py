@@ -5,6 +5,11 @@ Worker commands are imported when they are called, so that a producer's machine 
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # `python -m producer.cli`: the same as the command, ready for Ctrl-C before what follows
+    from producer.__main__ import main as start
+
+    start()
+
 import functools
 import importlib
 import os
@@ -22,8 +27,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from producer.batch.cli import app as batch
 from producer.client import Client, Job
-from producer.console import EPILOG, Exit, Prefix, Queue, Url, connected, end
-from producer.core import TextFollower, TextRestarted
+from producer.console import EPILOG, Exit, Prefix, Queue, Url, called, connected, end, warn_of_variables
+from producer.core import TextFollower, TextRestarted, new_id
+from producer.interrupt import guard
 from producer.patience import BRIEF_S
 from producer.protocol.body import Body
 from producer.protocol.connection import DEFAULT_URL
@@ -90,6 +96,16 @@ class _Group(TyperGroup):
         for name, (_, told, _) in LAZY.items():
             self.commands[name] = _LazyCommand(name, help=told, callback=lambda: None)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Name a variable with a wrong value as the variable that it is, not as an option that nobody gave."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            parameter, context = getattr(error, "param", None), error.ctx
+            if parameter is None or context is None or called(context, parameter) != parameter.envvar:
+                raise
+            end(Exit.USAGE, f"{parameter.envvar}: {error.message}")
+
 
 app = typer.Typer(
     cls=_Group,
@@ -119,11 +135,14 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _common(
+    context: typer.Context,
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """What is before the command."""
+    if context.invoked_subcommand != "worker":  # which tells it in its log
+        warn_of_variables(os.environ)
 
 
 @app.command(epilog=EPILOG)
@@ -155,16 +174,25 @@ def submit(
     request |= {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, **_params(param or [])}
     with connected(redis, queue, prefix) as client:
         begun = time.monotonic()
-        job = client.submit(
-            **request, id=job_id, priority=priority, ttl=ttl, timeout=BRIEF_S if timeout is None else timeout
-        )
-        _say_if_paused(client)
-        if not wait:
-            print(job.id)
-            return
+        # A job with an id of ours is cancelled even if Ctrl-C comes while it is submitted; another may be somebody's.
+        ours = new_id() if job_id is None else None
+        job = None if ours is None else client.job(ours)
         try:
+            job = client.submit(
+                **request,
+                id=ours or job_id,
+                priority=priority,
+                ttl=ttl,
+                timeout=BRIEF_S if timeout is None else timeout,
+            )
+            _say_if_paused(client)
+            if not wait:
+                print(job.id)
+                return
             _follow(client, job, None if timeout is None else max(0.0, begun + timeout - time.monotonic()))
         except (KeyboardInterrupt, BrokenPipeError) as left:
+            if job is None:
+                raise
             job.cancel(timeout=CTRL_C_S)
             if isinstance(left, BrokenPipeError):  # `| head`: nobody reads what is still in the buffer
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -213,13 +241,16 @@ def cancel(
     prefix: Prefix = "tokenmill",
 ) -> None:
     """Cancel a job, wherever it is."""
-    told = {
-        CancelReply.LATE: "had ended already",
-        CancelReply.DONE: "cancelled before it ran",
-        CancelReply.ASKED: "asked to stop",
-    }
     with connected(redis, queue, prefix) as client:
-        print(f"{job_id}: {told[client.job(job_id).cancel(reason)]}")
+        match client.job(job_id).cancel(reason):
+            case CancelReply.LATE:
+                print(f"{job_id}: had ended already")
+            case CancelReply.DONE:
+                print(f"{job_id}: cancelled before it ran")
+            case CancelReply.ASKED if client.states([job_id])[0] is not None:
+                print(f"{job_id}: asked to stop")
+            case _:
+                print(f"Job {job_id} is not known to queue {queue}; the cancel is kept in case it arrives later.")
 
 
 @app.command(epilog=EPILOG)
@@ -361,9 +392,6 @@ def _finish(found: Result, quiet: bool = False) -> NoReturn:
 
 
 def main() -> None:
-    """The entry point `tokenmill`."""
+    """Run the command that the arguments name; `producer.__main__` is the entry point."""
+    guard()
     app()
-
-
-if __name__ == "__main__":
-    main()

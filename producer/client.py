@@ -32,7 +32,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from producer.core import (
     BLOCK_MS,
@@ -40,8 +40,10 @@ from producer.core import (
     READ_COUNT,
     WINDOW,
     Emit,
+    Exist,
     Full,
     Get,
+    Presence,
     Prompt,
     Read,
     Steps,
@@ -81,9 +83,11 @@ _trying: ContextVar[bool] = ContextVar("trying", default=False)
 class Job:
     """One job, known by its id; made by `Client.submit` and `Client.job`."""
 
-    def __init__(self, client: Client, job_id: str) -> None:
+    def __init__(self, client: Client, job_id: str, known: bool = False) -> None:
+        """`known`: Redis has it, or had it."""
         self._client = client
         self.id = job_id
+        self._presence = Presence(client.keys, *[job_id] if known else [])
 
     def __repr__(self) -> str:
         return f"Job({self.id!r})"
@@ -96,16 +100,17 @@ class Job:
         Raises:
             ValueError: `from_id` is no event's id.
             TimeoutError: no end within `timeout` seconds (default: a day). What was there by then was handed out.
+            JobLost: Redis had the job and knows nothing more of it.
             redis.RedisError: without a time-out: Redis stayed away for five minutes; with one: it refuses for good.
         """
-        return self._client._stream(self.id, check_event_id(from_id), self._deadline(timeout))
+        return self._client._stream(self.id, check_event_id(from_id), self._deadline(timeout), self._presence)
 
     def text(self, index: int = 0, timeout: float | None = None) -> Iterator[str]:
         """Pieces of one choice's text as they come. It ends with the job, however that ended: see `result()`.
 
         Raises:
             TextRestarted: a worker was lost and the new text differs from what was handed out.
-            TimeoutError: as `stream`.
+            TimeoutError, JobLost: as `stream`.
         """
         follower = TextFollower(index)
         for event in self.stream(timeout=timeout):
@@ -118,9 +123,10 @@ class Job:
 
         Raises:
             TimeoutError: none within `timeout` seconds (default: a day). The job goes on.
+            JobLost: as `stream`.
             redis.RedisError: as `stream`.
         """
-        return self._client._result(self.id, self._deadline(timeout))
+        return self._client._result(self.id, self._deadline(timeout), self._presence)
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(f"job {self.id}: not finished", timeout)
@@ -222,7 +228,7 @@ class Client:
         full = self._submit(Submit(entry, priority, delay, wait, deadline, OUTAGE_S if wait else AT_ONCE_S))
         if full is not None:
             raise full
-        return Job(self, entry.id)
+        return Job(self, entry.id, known=True)
 
     def job(self, id: str) -> Job:
         """A job submitted elsewhere. Nothing is asked of Redis yet.
@@ -248,6 +254,7 @@ class Client:
         error; where Redis cannot be asked to within five seconds, the log has their ids.
 
         Raises:
+            JobLost: Redis had one of the jobs and knows nothing more of it; the unfinished are cancelled.
             JobError: a prompt is malformed; the unfinished are cancelled.
             TimeoutError: for `timeout` seconds no job finished and the queue took none.
             redis.RedisError: as `Job.stream`.
@@ -386,11 +393,11 @@ class Client:
         except (RedisError, TimeoutError) as error:
             log.warning("unfinished jobs go on: %s; could not cancel them: %s", ", ".join(ids), error)
 
-    def _stream(self, job_id: str, from_id: str, deadline: Deadline) -> Iterator[Event]:
-        yield from self._drive(stream_steps(self.keys, job_id, from_id, deadline, self._block_ms))
+    def _stream(self, job_id: str, from_id: str, deadline: Deadline, presence: Presence) -> Iterator[Event]:
+        yield from self._drive(stream_steps(self.keys, job_id, from_id, deadline, self._block_ms, presence))
 
-    def _result(self, job_id: str, deadline: Deadline) -> Result:
-        return next(self._drive(result_steps(self.keys, job_id, deadline, self._block_ms)))
+    def _result(self, job_id: str, deadline: Deadline, presence: Presence) -> Result:
+        return next(self._drive(result_steps(self.keys, job_id, deadline, self._block_ms, presence)))
 
     def _drive(self, steps: Steps[T]) -> Iterator[T]:
         reply: Any = None
@@ -407,10 +414,24 @@ class Client:
             else:
                 reply = self._read(step)
 
-    def _read(self, step: Read | Get) -> Any:
+    def _read(self, step: Read | Get | Exist) -> Any:
+        if isinstance(step, Exist):
+            return self._exist(step)
         if isinstance(step, Get):
             return self.patiently(lambda: self.redis.mget(step.keys), step.deadline)
         return self.patiently(lambda: self._xread(step.streams, step.block_ms), step.deadline)
+
+    def _exist(self, step: Exist) -> list[bool]:
+        def ask() -> list[int]:
+            pipe = self.redis.pipeline(transaction=False)
+            for keys in step.groups:
+                pipe.exists(*keys)
+            return list(pipe.execute())
+
+        try:
+            return [count > 0 for count in self.patiently(ask, step.deadline)]
+        except NoPermissionError:  # the role `producer` may not look
+            return [True] * len(step.groups)
 
     def _xread(self, streams: Mapping[str, str], block_ms: int | None) -> Any:
         asked: dict[Any, Any] = dict(streams)

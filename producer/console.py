@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import enum
+import importlib
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Annotated, Any, NoReturn
 
 import typer
 from redis.exceptions import AuthenticationError, RedisError
 
 from producer.client import Client
+from producer.core import JobLost
+from producer.interrupt import INTERRUPTED, interruptible
 from producer.protocol.calls import EnqueueRefused, JobExists
 from producer.protocol.connection import command_client, redact
+from producer.protocol.environment import CLERK, COMMANDS, misspelt
 from producer.protocol.errors import JobError
+from producer.protocol.keys import NAME, is_name
+from producer.protocol.url import check_url
 
 
 class Exit(enum.IntEnum):
@@ -22,7 +28,7 @@ class Exit(enum.IntEnum):
 
     SUCCEEDED = 0
     FAILED = 1
-    """The job failed."""
+    """The job failed, or Redis lost it."""
     USAGE = 2
     """Wrong arguments, or a request that a worker would refuse."""
     CANCELLED = 3
@@ -30,7 +36,7 @@ class Exit(enum.IntEnum):
     """The job's time ran out, or `--timeout` did."""
     UNAVAILABLE = 5
     """Redis cannot be reached, or the queue is full."""
-    INTERRUPTED = 130
+    INTERRUPTED = INTERRUPTED
     """Ctrl-C, or nobody reads the text any more; `submit` cancels its job first."""
 
 
@@ -39,15 +45,55 @@ EPILOG = (
     "5 Redis away or queue full, 130 Ctrl-C."
 )
 
-Url = Annotated[str, typer.Option("--redis", envvar="TOKENMILL_REDIS", help="Redis URL.")]
-Queue = Annotated[str, typer.Option("--queue", envvar="TOKENMILL_QUEUE", help="Queue name.")]
-Prefix = Annotated[str, typer.Option("--prefix", envvar="TOKENMILL_PREFIX", help="What every key starts with.")]
-
 
 def end(status: Exit, note: str | None = None) -> NoReturn:
     if note is not None:
         print(note, file=sys.stderr)
     raise typer.Exit(int(status))
+
+
+def called(context: Any, parameter: Any) -> str:
+    """How a parameter was given: its variable where it came from the environment, else its option."""
+    source = context.get_parameter_source(parameter.name)
+    if source is not None and source.name == "ENVIRONMENT":
+        return str(parameter.envvar)
+    return str(parameter.opts[0])
+
+
+def checked(check: Callable[[str], str]) -> Callable[[typer.Context, typer.CallbackParam, str | None], str | None]:
+    """A callback that ends a command with one line where `check` raises `ValueError`, before anything is done."""
+
+    def callback(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
+        try:
+            return None if value is None else check(value)
+        except ValueError as error:
+            end(Exit.USAGE, f"{called(context, parameter)}: {error}")
+
+    return callback
+
+
+def _name(text: str) -> str:
+    if not is_name(text):
+        raise ValueError(f"must match {NAME.pattern}")
+    return text
+
+
+Url = Annotated[str, typer.Option("--redis", envvar="TOKENMILL_REDIS", help="Redis URL.", callback=checked(check_url))]
+Queue = Annotated[str, typer.Option("--queue", envvar="TOKENMILL_QUEUE", help="Queue name.", callback=checked(_name))]
+Prefix = Annotated[
+    str,
+    typer.Option("--prefix", envvar="TOKENMILL_PREFIX", help="What every key starts with.", callback=checked(_name)),
+]
+
+
+def warn_of_variables(environ: Mapping[str, str]) -> None:
+    """Tell on stderr which variables look like settings of ours and are none."""
+    known = COMMANDS | CLERK
+    if any(misspelt(environ, known)):  # the worker's settings are known to the worker, and import more
+        with suppress(ModuleNotFoundError):
+            known |= importlib.import_module("worker.settings").VARIABLES
+        for note in misspelt(environ, known):
+            print(note, file=sys.stderr)
 
 
 @contextmanager
@@ -57,13 +103,15 @@ def connected(url: str, queue: str, prefix: str) -> Iterator[Client]:
     A Redis that cannot be reached at first is told at once; one that goes away later is waited for.
     """
     try:
-        with Client(url, queue, prefix=prefix, fail_fast=True) as client:
+        with interruptible(), Client(url, queue, prefix=prefix, fail_fast=True) as client:
             yield client
     except TimeoutError as late:
         away = isinstance(late.__cause__, RedisError)
         end(Exit.UNAVAILABLE if away else Exit.EXPIRED, str(late))
     except RedisError as error:
         end(Exit.UNAVAILABLE, f"Redis at {redact(url)}: {_told(error, url)}")
+    except JobLost as error:
+        end(Exit.FAILED, str(error))
     except JobExists as error:
         end(Exit.USAGE, str(error))
     except EnqueueRefused as error:

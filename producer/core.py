@@ -36,6 +36,17 @@ class TextRestarted(Exception):
     """Another worker began the job anew and its text differs from what was handed out already."""
 
 
+class JobLost(Exception):
+    """Redis had a job and knows nothing more of it: it came back empty, was flushed, or the result expired unread."""
+
+    def __init__(self, job_id: str, queue: str) -> None:
+        self.job_id = job_id
+        super().__init__(
+            f"job {job_id} is gone from queue {queue}: Redis has lost its data, or the job's result has expired; "
+            "submit it again"
+        )
+
+
 class Read(NamedTuple):
     """XREAD: {stream: last ID}; `block_ms` None: don't wait. Reply: [(stream, entries)]."""
 
@@ -48,6 +59,13 @@ class Get(NamedTuple):
     """MGET. Reply: a list of bytes or None."""
 
     keys: Sequence[str]
+    deadline: Deadline
+
+
+class Exist(NamedTuple):
+    """EXISTS for each group of keys. Reply: for each whether one of its keys is there, or may be."""
+
+    groups: Sequence[Sequence[str]]
     deadline: Deadline
 
 
@@ -69,7 +87,30 @@ class Emit(NamedTuple, Generic[T]):
 
 
 Full = QueueFull | QuotaExceeded
-Steps = Generator[Read | Get | Submit | Emit[T], Any, None]
+Steps = Generator[Read | Get | Exist | Submit | Emit[T], Any, None]
+
+
+class Presence:
+    """Which jobs Redis has had, so that one that is gone is not waited for. A job that never was may still come."""
+
+    def __init__(self, keys: Keys, *known: str) -> None:
+        self._keys = keys
+        self.known = set(known)
+
+    def look(self, ids: Sequence[str], deadline: Deadline) -> Generator[Exist, Sequence[bool], None]:
+        """Look for jobs of which nothing is heard.
+
+        Raises:
+            JobLost: one was there, and is no more.
+        """
+        keys = self._keys
+        groups = [(keys.job(one), keys.out(one), keys.result(one), keys.delayed_job(one)) for one in ids]
+        found = yield Exist(groups, deadline)
+        for job_id, there in zip(ids, found, strict=True):
+            if there:
+                self.known.add(job_id)
+            elif job_id in self.known:
+                raise JobLost(job_id, keys.queue)
 
 
 def new_id() -> str:
@@ -142,10 +183,15 @@ def map_arguments(prompt: Prompt) -> dict[str, Any]:
     return {"prompt": prompt}
 
 
-def stream_steps(keys: Keys, job_id: str, from_id: str, deadline: Deadline, block_ms: int) -> Steps[Event]:
+def stream_steps(
+    keys: Keys, job_id: str, from_id: str, deadline: Deadline, block_ms: int, presence: Presence
+) -> Steps[Event]:
     """Follow a job's events until `final`. Where the stream has expired, the result key stands in for it.
 
     What is there already is handed out when the time is up, too.
+
+    Raises:
+        JobLost: it was there, and is no more.
     """
     reader, out = StreamReader(from_id), keys.out(job_id)
     block: int | None = None
@@ -153,6 +199,7 @@ def stream_steps(keys: Keys, job_id: str, from_id: str, deadline: Deadline, bloc
     while True:
         replies = yield Read({out: reader.last_id}, block, deadline)
         entries = replies[0][1] if replies else []
+        presence.known.update([job_id] if entries else ())
         for event in reader.feed(entries):
             if isinstance(event, FinalEvent) and event.result is None:
                 raw = (yield Get([keys.result(job_id)], deadline))[0]
@@ -166,6 +213,8 @@ def stream_steps(keys: Keys, job_id: str, from_id: str, deadline: Deadline, bloc
             return
         if raw is None and not entries:
             raw = (yield Get([keys.result(job_id)], deadline))[0]
+            if raw is None:
+                yield from presence.look([job_id], deadline)
         # Result and final event are written at once: with the result seen, the rest of the stream is there to be read.
         there = raw is not None or (entries and not deadline.left)
         block = None if there else deadline.block_ms(block_ms)
@@ -183,14 +232,19 @@ def check_event_id(text: str) -> str:
     return text
 
 
-def result_steps(keys: Keys, job_id: str, deadline: Deadline, block_ms: int) -> Steps[Result]:
-    """Wait for a job's result without reading its tokens."""
+def result_steps(keys: Keys, job_id: str, deadline: Deadline, block_ms: int, presence: Presence) -> Steps[Result]:
+    """Wait for a job's result without reading its tokens.
+
+    Raises:
+        JobLost: it was there, and is no more.
+    """
     out, last = keys.out(job_id), SEAL_ID
     while True:
         raw = (yield Get([keys.result(job_id)], deadline))[0]
         if raw is not None:
             yield Emit(Result.from_json(raw))
             return
+        yield from presence.look([job_id], deadline)
         replies = yield Read({out: last}, deadline.block_ms(block_ms), deadline)
         if replies:
             last = replies[0][1][-1][0].decode()
@@ -226,7 +280,12 @@ class Window:
         self._handed = 0
 
     def steps(self) -> Steps[Result]:
-        """Raises TimeoutError when for `timeout` seconds no job finished and none was taken by the queue."""
+        """Yield results until all prompts have theirs.
+
+        Raises:
+            TimeoutError: for `timeout` seconds no job finished and none was taken by the queue.
+            JobLost: one was there, and is no more.
+        """
         item = next(self.items, None)
         deadline = self._deadline()
         while item is not None or self.pending:
@@ -253,6 +312,8 @@ class Window:
             streams = {self.keys.out(job_id): self._last[job_id] for job_id in ids}
             block_ms = deadline.block_ms(min(self.block_ms, FULL_MS) if full else self.block_ms)
             read = yield Read(streams, block_ms, deadline)
+            if not read:
+                yield from Presence(self.keys, *ids).look(ids, deadline)
             by_stream = {self.keys.out(job_id): job_id for job_id in ids}
             for stream, entries in read or ():
                 self._last[by_stream[stream.decode()]] = entries[-1][0].decode()

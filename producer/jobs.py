@@ -39,8 +39,10 @@ from producer.patience import BRIEF_S
 from producer.protocol.calls import JobExists
 from producer.protocol.connection import DEFAULT_URL
 from producer.protocol.faults import transient
+from producer.protocol.keys import check_name
 from producer.protocol.result import Result
 from producer.protocol.scripts import Scripts
+from producer.protocol.url import check_url
 from producer.webhook import WebhookSettings
 
 REDIS: Final = "TOKENMILL_REDIS"
@@ -168,7 +170,7 @@ def deliver_callbacks(
     with _client(redis_url, queue, prefix) as client:
         scripts = Scripts(client.redis, client.keys)
         scripts.promote()  # whatever is wrong with the settings of webhooks
-        courier = Courier(_url(redis_url), client.keys, WebhookSettings.of(os.environ))
+        courier = Courier(redis_url or place(os.environ)[0], client.keys, WebhookSettings.of(os.environ))
         try:
             return courier.run(seconds, _promoting(scripts, _makes_way(rq.get_current_job())))
         finally:
@@ -194,14 +196,23 @@ def _running() -> RqJob:
     return job
 
 
+def place(environ: Mapping[str, str]) -> tuple[str, str, str]:
+    """URL, queue and prefix as the environment has them.
+
+    Raises:
+        ValueError: one is wrong; the message begins with its variable.
+    """
+    try:
+        url = check_url(environ.get(REDIS) or DEFAULT_URL)
+    except ValueError as error:
+        raise ValueError(f"{REDIS}: {error}") from None
+    queue = check_name(QUEUE, environ.get(QUEUE) or "default")
+    return url, queue, check_name(PREFIX, environ.get(PREFIX) or "tokenmill")
+
+
 def _client(url: str | None, queue: str | None, prefix: str | None) -> Client:
-    environ = os.environ
-    name, first = queue or environ.get(QUEUE) or "default", prefix or environ.get(PREFIX) or "tokenmill"
-    return Client(_url(url), name, prefix=first)
-
-
-def _url(url: str | None) -> str:
-    return url or os.environ.get(REDIS) or DEFAULT_URL
+    usual = place(os.environ)
+    return Client(url or usual[0], queue or usual[1], prefix=prefix or usual[2])
 
 
 def _current_id(client: Client, job: RqJob) -> str:

@@ -1,7 +1,7 @@
 """`python -m producer.probe`: does an RQ worker live on this machine? For the health checks of containers.
 
 Looks among the workers that RQ lists at `RQ_REDIS_URL` for one of this host; RQ forgets those that show no sign of
-life. Exit 0: there is one; 1: there is none, or Redis cannot be asked.
+life. Exit 0: there is one; 1: there is none, or Redis cannot be asked; 2: the variable is wrong.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ def main() -> int:
     """The exit status."""
     try:
         alive = probe(os.environ.get("RQ_REDIS_URL", DEFAULT_URL), socket.gethostname())
+    except ValueError as error:
+        print(f"RQ_REDIS_URL: {error}", file=sys.stderr)
+        return 2
     except RedisError as error:
         print(error, file=sys.stderr)
         return 1

@@ -40,6 +40,8 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _ALSO_INSIDE = [ipaddress.ip_network(net) for net in ("192.0.0.0/24", "192.88.99.0/24", "fec0::/10", "3fff::/20")]
 """Special by IANA's registries, and global to some of the Python versions that we run on."""
 GONE: Final = 410
+_PLACEHOLDERS: Final = ("<", ">", "...", "change-me", "changeme", "change_me", "your-secret", "placeholder")
+"""In a secret they say that it was pasted from a page."""
 SCHEDULE_S: Final = (5.0, 300.0, 1800.0, 7200.0, 18_000.0, 36_000.0, 50_400.0, 72_000.0, 86_400.0)
 """Pauses between tries, of the Standard Webhooks specification: the tenth try comes three days after the first."""
 LONGEST_PAUSE_S: Final = 86_400.0
@@ -159,6 +161,11 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
 
 
 def _secret(word: str) -> bytes:
+    plain = word.removeprefix("whsec_").lower()
+    if not plain or not word.isascii() or any(mark in plain for mark in _PLACEHOLDERS):
+        raise ValueError(
+            "TOKENMILL_CALLBACK_SECRET: is a placeholder; put whsec_ and the base64 of 32 random bytes there"
+        )
     if not word.startswith("whsec_"):
         return word.encode()
     try:

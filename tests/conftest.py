@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import pytest
 
 from tests.support import REDIS_SERVER, RedisServer, running_redis
 from worker.embedded import embedded_redis
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell without job control starts what it puts into the background so, and all children would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 NO_SKIP = os.environ.get("TOKENMILL_TEST_NO_SKIP", "") not in ("", "0")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -11,35 +13,44 @@ import typer
 from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
-from producer.protocol.connection import DEFAULT_URL
+from worker.exits import Exit
 from worker.settings import Settings, option, variable
 
 
-def settings_from(given: Mapping[str, object]) -> Settings:
+def settings_from(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> Settings:
     """Validate what the command line and the environment gave; None means not given.
 
     Raises:
-        ValueError: with one line for each bad option, naming it; never holds a value, which may be a password.
+        ValueError: with one line for each bad value, naming its option, or its variable where it is the one that
+            `environ` has; never holds a value, which may be a password.
     """
+    given = {name: value for name, value in given.items() if value is not None}
+    names = {
+        field: variable(field) if field in given and environ.get(variable(field)) == given[field] else option(field)
+        for field in Settings.model_fields
+    }
     try:
-        return Settings.model_validate({name: value for name, value in given.items() if value is not None})
+        return Settings.model_validate(given)
     except ValidationError as error:
-        raise ValueError("\n".join(_complaint(dict(item)) for item in error.errors(include_url=False))) from None
+        raise ValueError("\n".join(_complaint(dict(item), names) for item in error.errors(include_url=False))) from None
 
 
 def settings_from_environment(environ: Mapping[str, str] = os.environ, **given: object) -> Settings:
     """As `settings_from`, with `TOKENMILL_…` variables under what is given; for those who embed a worker."""
-    found = {name: environ.get(variable(name)) for name in Settings.model_fields}
-    return settings_from({**found, **given})
+    found = {name: environ.get(variable(name)) or None for name in Settings.model_fields}
+    return settings_from({**found, **given}, environ)
 
 
-def _complaint(error: dict[str, Any]) -> str:
+def _complaint(error: dict[str, Any], names: Mapping[str, str]) -> str:
+    """What is wrong, with the name under which it was given; `names`: of each field."""
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "string_pattern_mismatch":
         message = f"must match {error['ctx']['pattern']}"
-        if error["loc"] == ("redis",):
-            message = f"must begin with redis://, rediss:// or unix://, such as {DEFAULT_URL}"
-    return f"{option(str(error['loc'][0]))}: {message}" if error["loc"] else message
+    if error["loc"]:
+        field = str(error["loc"][0])
+        return f"{names.get(field, option(field))}: {message}"
+    by_option = {option(field): name for field, name in names.items()}
+    return re.sub(r"--[a-z-]+", lambda found: by_option.get(found[0], found[0]), message)
 
 
 def _metavar(info: FieldInfo) -> str:
@@ -80,7 +91,8 @@ def worker(**given: object) -> None:
     try:
         settings = settings_from(given)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        print(error, file=sys.stderr)
+        raise typer.Exit(Exit.USAGE) from None
     from worker.service import main  # late: signals are caught before torch is imported, `--help` stays fast
 
     raise typer.Exit(main(settings))

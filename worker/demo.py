@@ -15,9 +15,11 @@ from redis.exceptions import RedisError
 from rich.console import Console
 
 from producer.client import Client, Job
+from producer.console import checked
 from producer.protocol.connection import command_client, redact
 from producer.protocol.events import FinalEvent, StartEvent, TokenEvent
 from producer.protocol.keys import CANCEL_TTL_S, Keys
+from producer.protocol.url import check_url
 from worker.child import WorkerEnded, WorkerProcess, worker_process
 from worker.demo_view import Row, View, summary
 from worker.embedded import EmbeddedRedisError, embedded_redis
@@ -60,7 +62,11 @@ class Interrupted(Exception):
 
 def demo(
     redis: Annotated[
-        str | None, typer.Option(help="URL of a real Redis or Valkey. Default: an embedded one, gone afterwards.")
+        str | None,
+        typer.Option(
+            help="URL of a real Redis or Valkey. Default: an embedded one, gone afterwards.",
+            callback=checked(check_url),
+        ),
     ] = None,
     model: Annotated[str, typer.Option(help="What the worker serves.")] = "smollm2-135m",
     timeout: Annotated[float, typer.Option(help="Seconds after which the demo gives up.", min=1)] = 300,

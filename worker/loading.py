@@ -5,11 +5,16 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import structlog
+
 from engine.memory import resident_bytes
+from engine.models.demo import DEMO_MODEL, demo_file
 from worker.exits import Exit
 from worker.loop import EngineLike
 from worker.settings import Settings
@@ -18,6 +23,10 @@ from worker.translate import ModelLike, Translator
 
 if TYPE_CHECKING:
     from engine.runner import Runner
+
+log = structlog.get_logger()
+
+_WEIGHTS = (".safetensors", ".gguf", ".bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +69,38 @@ def calm_threads() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # rounds of a wait: tens of microseconds
 
 
+def weights_size(model: str) -> str:
+    """How large a model's files on this machine are, such as `93 MB`; a hub name may have to be fetched first."""
+    path = demo_file() if model == DEMO_MODEL else Path(model).expanduser()
+    try:
+        if path is None or not path.exists():
+            return "unknown: no file or folder here"
+        files = [file for file in path.iterdir() if file.suffix in _WEIGHTS] if path.is_dir() else [path]
+        size = float(sum(file.stat().st_size for file in files))
+    except OSError as error:
+        return f"unknown: {error.strerror}"
+    for unit in ("kB", "MB"):
+        size /= 1000
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+    return f"{size / 1000:.3g} GB"
+
+
 def load(settings: Settings) -> Loaded:
     """Load what `settings` name.
 
     Raises:
         Fatal: with `Exit.LOAD` and the reason.
     """
+    began = time.monotonic()
+    log.info(
+        "model_loading",
+        model=settings.model,
+        size=weights_size(settings.model),
+        device=settings.device,
+        dtype=settings.dtype,
+        quantize=settings.quantize,
+    )
     calm_threads()
     try:
         import torch
@@ -93,6 +128,14 @@ def load(settings: Settings) -> Loaded:
     model.tokenizer.special_tokens_in_messages = settings.special_tokens_in_messages
     _trim()
     facts = _backend(model.implementation, model.implementation_reason) | _memory(engine.runner)
+    log.info(
+        "model_loaded",
+        model=model.name,
+        parameters=model.num_parameters,
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        seconds=round(time.monotonic() - began, 1),
+    )
     return Loaded(engine, model, Translator(settings, engine, model, ChatError), facts)
 
 

@@ -19,16 +19,14 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import redis
 import structlog
-from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError
 
 from producer.protocol.connection import blocking_client, command_client, redact
+from producer.protocol.environment import CLERK, COMMANDS, misspelt
 from producer.protocol.errors import JobError
 from producer.protocol.keys import Keys
-from producer.protocol.meta import whole
 from producer.protocol.scripts import Scripts
 from producer.protocol.version import version
 from worker import logs
@@ -40,13 +38,14 @@ from worker.health import Health, not_ready
 from worker.held import Held, Job, Phase
 from worker.intake import Intake
 from worker.lease import Keeper
-from worker.link import Contact, RedisClock, passing
+from worker.link import Contact, RedisClock
 from worker.loading import Loaded, load, settle_heap
 from worker.logprobs import LogprobsWriter
 from worker.loop import Drop, EngineLoop
 from worker.publisher import Publisher
 from worker.results import Results
-from worker.settings import Settings
+from worker.settings import VARIABLES, Settings
+from worker.startup import Startup
 from worker.sweeper import Sweeper
 from worker.telemetry import Telemetry
 from worker.threads import Fatal, Mailbox, Ready, Signal, Stop, spawn
@@ -57,6 +56,8 @@ SWITCH_SECONDS = 0.0005
 """How long the engine's thread waits for another to let go of the interpreter; a tenth of Python's default."""
 LOOK_SECONDS = 0.5
 """How often the main thread, which never waits for Redis, looks for leases that ran out."""
+FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.1, 5.0
+"""Between two tries to reach Redis at the start; each pause is twice the one before."""
 RETRY_BACKOFF_SECONDS = 1.0
 """Before a job that failed in the engine is started again, times its attempts."""
 
@@ -84,6 +85,7 @@ class Worker:
         self._gate: Gate | None = None
         self._keeper: Keeper | None = None
         self._quarantine = Quarantine(self._scripts(self._client()), self.held, settings.lease_seconds)
+        self._startup = Startup(settings, self._scripts(command_client(settings.redis, retries=0)))
         self._back = self._scripts(command_client(settings.redis, retries=1))
         """For handing jobs back."""
         self.telemetry = Telemetry()
@@ -96,7 +98,6 @@ class Worker:
         log.info("worker_starting", worker=self.name, redis=redact(self.settings.redis), queue=self.settings.queue)
         try:
             self._watch()
-            self._spawn("engine", self._engine)
             ending = self._live()
         except Fatal as error:
             log.error(str(error))
@@ -109,7 +110,9 @@ class Worker:
 
     def _live(self) -> Stop:
         """From the start to the reason of the end."""
-        stop = self._wait_ready()
+        checked = self._startup.check()  # first: loading may take minutes
+        self._spawn("engine", self._engine)
+        stop = self._wait_ready(checked)
         if stop is None and self._loaded is not None and self._loop is not None:
             return self._connect(self._loop) or self._serve(self._loaded, self._loop)
         return stop or Stop(Exit.ERROR)
@@ -129,59 +132,39 @@ class Worker:
         self.mailbox.put(Ready())
         self._loop.run()
 
-    def _wait_ready(self) -> Stop | None:
-        note = self.mailbox.get()
-        while not isinstance(note, Ready):
-            if isinstance(note, Stop):
-                return note
-            if isinstance(note, Signal):
-                return Stop(Exit.OK)
-            note = self.mailbox.get()
-        return None
+    def _wait_ready(self, checked: bool) -> Stop | None:
+        """Until the model is loaded. A queue that could not be `checked`, since Redis is away, is tried meanwhile."""
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            note = self.mailbox.get(timeout=None if checked else pause)
+            match note:
+                case Ready():
+                    return None
+                case Stop():
+                    return note
+                case Signal():
+                    return Stop(Exit.OK)
+            checked = self._startup.check()
+            pause = min(2 * pause, LAST_PAUSE_SECONDS)
 
     def _connect(self, loop: EngineLoop) -> Stop | None:
-        """Wait for Redis, see that the queue fits, and show up there.
+        """Wait for Redis, and show up in the queue.
 
         Raises:
-            Fatal: it does not.
+            Fatal: Redis refuses our credentials, or the queue does not fit.
         """
-        scripts = self._scripts(command_client(self.settings.redis, retries=0))
         keeper = self._make_keeper(loop)
-        pause = 0.1
-        while True:
-            try:
-                scripts.ensure_groups()
-                self._check_lease(scripts)
-                scripts.client.hset(self.keys.meta, mapping=self.settings.published)
-                keeper.sync_clock()
-                keeper.show()
-                self._contact.ok()
-                self._spawn("keeper", keeper.run)
-                return None
-            except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
-                raise Fatal(Exit.REFUSED, f"Redis refuses our credentials: {error}") from error
-            except redis.RedisError as error:
-                if not passing(error):
-                    raise Fatal(Exit.REFUSED, f"the queue cannot be used: {error}") from error
-                log.warning("redis_unreachable", redis=redact(self.settings.redis), error=str(error))
+        pause = FIRST_PAUSE_SECONDS
+        while not self._startup.join(keeper):
             note = self.mailbox.get(timeout=pause)
             if isinstance(note, Stop):
                 return note
             if isinstance(note, Signal):
                 return Stop(Exit.OK)
-            pause = min(2 * pause, 5.0)
-
-    def _check_lease(self, scripts: Scripts) -> None:
-        """All workers of a queue agree on the lease: a shorter one would take entries that are not abandoned."""
-        ours = self.settings.lease_ms
-        scripts.client.hsetnx(self.keys.meta, "lease_ms", str(ours))
-        theirs: Any = scripts.client.hget(self.keys.meta, "lease_ms")
-        if theirs is not None and whole(theirs) != ours:
-            shown = theirs.decode("utf-8", "replace")
-            raise Fatal(
-                Exit.REFUSED,
-                f"this queue's lease_ms is {shown}, ours {ours}: change --lease-seconds or the queue",
-            )
+            pause = min(2 * pause, LAST_PAUSE_SECONDS)
+        self._contact.ok()
+        self._spawn("keeper", keeper.run)
+        return None
 
     def _serve(self, loaded: Loaded, loop: EngineLoop) -> Stop:
         """Start the other I/O threads and sleep until something asks for the end."""
@@ -408,6 +391,8 @@ class Worker:
 def main(settings: Settings, loader: Callable[[Settings], Loaded] = load) -> int:
     """Run a worker as this process; signals are caught before anything slow begins. Returns the exit status."""
     logs.configure(settings.log_format, settings.log_level)
+    for wrong in misspelt(os.environ, COMMANDS | CLERK | VARIABLES):
+        log.warning("variable_ignored", variable=wrong.name, reason="no setting", nearest=wrong.nearest)
 
     def load_and_settle(settings: Settings) -> Loaded:
         loaded = loader(settings)

@@ -6,12 +6,20 @@ import re
 import socket
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from engine.config import EngineConfig, ModelOptions
 from producer.protocol.callback import AllowList
-
-ENV_PREFIX = "TOKENMILL_"
+from producer.protocol.environment import PREFIX
+from producer.protocol.url import check_url
 
 _NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 _UNITS = {"": 1, "b": 1} | {
@@ -110,7 +118,8 @@ class Settings(BaseModel):
         "Default: a quarter of the KV pool, in a file all of it, at most 1GiB.",
     )
     swap_file: str | None = Field(
-        default=None, description="A file to keep that host memory in, made anew at each start. Default: plain memory."
+        default=None,
+        description="Where to make a file that holds that host memory while the worker runs. Default: plain memory.",
     )
     max_overtakes: int = Field(
         default=16, ge=0, description="How often a job for which there is no room may be overtaken by smaller ones."
@@ -121,8 +130,8 @@ class Settings(BaseModel):
     enable_prefix_caching: bool = Field(default=True, description="Share KV blocks of equal prefixes.")
 
     # The queue
-    redis: str = Field(
-        default="redis://localhost:6379/0", pattern=r"^(rediss?|unix)://", description="URL of Redis or Valkey."
+    redis: Annotated[str, AfterValidator(check_url)] = Field(
+        default="redis://localhost:6379/0", description="URL of Redis or Valkey."
     )
     queue: str = Field(default="default", pattern=_NAME, description="Name of the queue.")
     prefix: str = Field(default="tokenmill", pattern=_NAME, description="First part of every key.")
@@ -240,9 +249,13 @@ class Settings(BaseModel):
 
 def variable(field: str) -> str:
     """The environment variable of a field."""
-    return ENV_PREFIX + field.upper()
+    return PREFIX + field.upper()
 
 
 def option(field: str) -> str:
     """The command-line option of a field."""
     return "--" + field.replace("_", "-")
+
+
+VARIABLES = frozenset(map(variable, Settings.model_fields))
+"""The environment variables of all fields."""

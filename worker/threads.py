@@ -8,9 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Self
 
 import structlog
+from redis.exceptions import RedisError
 
+from producer.protocol.faults import refused
 from worker.exits import Exit
 
 log = structlog.get_logger(__name__)
@@ -22,6 +25,14 @@ class Fatal(Exception):
     def __init__(self, status: Exit, message: str) -> None:
         self.status = status
         super().__init__(message)
+
+    @classmethod
+    def refused(cls, error: RedisError) -> Self:
+        """Redis does not take our credentials, or not any more."""
+        return cls(
+            Exit.REFUSED,
+            f"Redis refuses the worker's credentials: {error}; check the user, the password and the rights in --redis",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +77,19 @@ class Mailbox:
 def spawn(name: str, target: Callable[[], None], mailbox: Mailbox) -> threading.Thread:
     """Start a daemon thread whose death by an exception is logged and ends the worker."""
 
+    def end(error: Fatal) -> None:
+        log.error(str(error), thread=name)
+        mailbox.put(Stop(error.status))
+
     def guarded() -> None:
         try:
             target()
         except Fatal as error:
-            log.error(str(error), thread=name)
-            mailbox.put(Stop(error.status))
-        except BaseException:
+            end(error)
+        except BaseException as error:
+            if isinstance(error, RedisError) and refused(error):
+                end(Fatal.refused(error))
+                return
             log.exception("a thread of the worker died", thread=name)
             mailbox.put(Stop(Exit.ERROR))
 

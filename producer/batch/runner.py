@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sqlite3
 import threading
 import time
@@ -17,7 +16,7 @@ import orjson
 
 from producer.batch.flight import Flight, Flights, Ready
 from producer.batch.index import Index, Line
-from producer.batch.output import Outputs
+from producer.batch.output import Outputs, check_paths
 from producer.batch.report import BatchError, BatchReport, BatchStopped, OnProgress, Progress
 from producer.batch.request import Unsupported, translate
 from producer.batch.response import Asked, refusal_line, response_line
@@ -81,6 +80,7 @@ def run(
         raise ValueError(f"priority: must be one of {', '.join(LANES)}")
     stop = stop or threading.Event()
     with _files(input_path, output_path, errors_path, stop) as files:
+        files.outputs.begin(client.keys.root)
         return _Run(files, client, window, priority, progress or _ignore, stop).go()
 
 
@@ -97,10 +97,12 @@ def cancel(
     They have no line in the outputs; a later run over the same files submits them anew.
 
     Raises:
-        BatchError: as `run`; in particular while the run still goes on.
+        BatchError: no run has begun with these files and this queue; otherwise as `run`, in particular while the run
+            still goes on. No file was changed.
         redis.RedisError: Redis is away; call it again.
     """
     with _files(input_path, output_path, errors_path, threading.Event()) as files:
+        files.outputs.require_begun(client.keys.root)
         lines, cancelled, empty = files.index.plan(), 0, 0
         state = files.outputs.state
         # Lines are submitted in the plan's order, so what is in flight comes early in what is left of it; there are
@@ -120,12 +122,10 @@ def cancel(
 def _files(
     input_path: PathLike, output_path: PathLike, errors_path: PathLike | None, stop: threading.Event
 ) -> Iterator[Files]:
-    """Open, check and recover everything; nothing of the outputs is touched where the input is no batch."""
+    """Open, check and recover everything; no file is changed."""
     source_path, output = Path(input_path), Path(output_path)
     errors = None if errors_path is None else Path(errors_path)
-    for path in (output, errors):
-        if path is not None:
-            _check_output(path, source_path)
+    check_paths(source_path, output, errors)
     try:
         with ExitStack() as opened:
             source = opened.enter_context(Source(source_path, output.parent))
@@ -136,14 +136,6 @@ def _files(
             yield Files(source, index, outputs)
     except sqlite3.Error as error:
         raise BatchError(f"the temporary index: {error}; TMPDIR says where it grows") from None
-
-
-def _check_output(path: Path, source: Path) -> None:
-    if path.suffix == ".gz":
-        raise BatchError(f"{path}: outputs are written plain; name them without .gz")
-    with contextlib.suppress(OSError):
-        if path.samefile(source):
-            raise BatchError(f"{path}: is the input")
 
 
 def _ignore(_: Progress) -> None:

@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
-from urllib.parse import urlsplit, urlunsplit
 
 import redis
 import redis.asyncio as aioredis
@@ -32,6 +31,9 @@ from redis.retry import Retry
 
 from producer.protocol.diagnosis import wrong_protocol
 from producer.protocol.faults import DEMOTED
+from producer.protocol.url import check_url, redact
+
+__all__ = ["DEFAULT_URL", "async_client", "blocking_client", "command_client", "ends_by", "redact"]
 
 DEFAULT_URL: Final = "redis://localhost:6379/0"
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -79,7 +81,7 @@ def blocking_client(url: str = DEFAULT_URL, block_ms: int = 5000) -> redis.Redis
 
 def async_client(url: str = DEFAULT_URL, block_ms: int = 0, retries: int = RETRIES) -> aioredis.Redis:
     """The asyncio client; with `block_ms` for blocking reads (no retries), without it for commands."""
-    pool = aioredis.ConnectionPool.from_url(url, max_connections=MAX_CONNECTIONS)
+    pool = aioredis.ConnectionPool.from_url(check_url(url), max_connections=MAX_CONNECTIONS)
     timeout = block_ms / 1000 + BLOCK_MARGIN_S if block_ms else COMMAND_TIMEOUT_S
     retry = AsyncRetry(_backoff(), 0 if block_ms else retries, _RECONNECT)
     pool.connection_kwargs.update(_settings(timeout), retry=retry)
@@ -88,7 +90,7 @@ def async_client(url: str = DEFAULT_URL, block_ms: int = 0, retries: int = RETRI
 
 
 def _client(url: str, timeout_s: float, retries: int) -> redis.Redis:
-    pool = redis.ConnectionPool.from_url(url, max_connections=MAX_CONNECTIONS)
+    pool = redis.ConnectionPool.from_url(check_url(url), max_connections=MAX_CONNECTIONS)
     pool.connection_kwargs.update(_settings(timeout_s), retry=Retry(_backoff(), retries, _RECONNECT))
     pool.connection_class = _mixed(_Sync, pool.connection_class, limit_s=timeout_s)
     return redis.Redis.from_pool(pool)
@@ -106,15 +108,6 @@ def _settings(timeout_s: float) -> dict[str, Any]:
         "protocol": 2,
         "decode_responses": False,
     }
-
-
-def redact(url: str) -> str:
-    """`url` without its password and query."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url.partition("?")[0]
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}", query=""))
 
 
 class _Bounded:

