@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import orjson
 import typer
@@ -30,7 +30,7 @@ from producer.client import Client, Job
 from producer.console import EPILOG, Exit, Prefix, Queue, Url, called, connected, end, warn_of_variables
 from producer.core import TextFollower, TextRestarted, new_id
 from producer.interrupt import guard
-from producer.patience import BRIEF_S
+from producer.patience import BRIEF_S, Deadline
 from producer.protocol.body import Body
 from producer.protocol.connection import DEFAULT_URL
 from producer.protocol.events import FinalEvent
@@ -39,6 +39,8 @@ from producer.protocol.meta import Meta, paused
 from producer.protocol.replies import CancelReply
 from producer.protocol.result import Result, Status
 from producer.protocol.version import version
+
+T = TypeVar("T")
 
 _BY_STATUS = {
     Status.SUCCEEDED: Exit.SUCCEEDED,
@@ -308,20 +310,22 @@ def _patience(client: Client, job_id: str) -> Iterator[Callable[[], None]]:
 
     def tell() -> None:
         queue = client.keys.queue
-        with suppress(RedisError):  # the wait itself reports that
-            held_up = "the queue is paused" if paused(client.redis, client.keys) else None
-            match client.states([job_id])[0]:
-                case None:
-                    note = f"queue {queue} has no such job, or no worker has read it yet"
-                case "delayed":
-                    note = held_up or f"it is due; a worker or the clerk of queue {queue} moves it into its lane"
-                case "queued":
-                    note = f"still queued; {held_up or f'`tokenmill info` tells who serves queue {queue}'}"
-                case _:
-                    return
-            print(f"job {job_id}: {note}; waiting", file=sys.stderr)
+        found = _aside(client, lambda: (paused(client.redis, client.keys), client.states([job_id])[0]))
+        if found is None:
+            return
+        held_up = "the queue is paused" if found[0] else None
+        match found[1]:
+            case None:
+                note = f"queue {queue} has no such job, or no worker has read it yet"
+            case "delayed":
+                note = held_up or f"it is due; a worker or the clerk of queue {queue} moves it into its lane"
+            case "queued":
+                note = f"still queued; {held_up or f'`tokenmill info` tells who serves queue {queue}'}"
+            case _:
+                return
+        print(f"job {job_id}: {note}; waiting", file=sys.stderr)
 
-    if (due := _due_in_s(client, job_id)) is not None:
+    if (due := _aside(client, lambda: _due_in_s(client, job_id))) is not None:
         print(f"job {job_id}: delayed, due in {due:.0f} s; waiting", file=sys.stderr)
 
     timer = threading.Timer(PATIENCE_S + (due or 0.0), tell)
@@ -335,17 +339,22 @@ def _patience(client: Client, job_id: str) -> Iterator[Callable[[], None]]:
 
 def _due_in_s(client: Client, job_id: str) -> float | None:
     """Seconds until a delayed job is due; None for any other."""
-    with suppress(RedisError):  # the wait itself reports that
-        if client.states([job_id])[0] == "delayed":
-            due, (seconds, micros) = client.redis.zscore(client.keys.delayed, job_id), client.redis.time()
-            return max(0.0, float(due) / 1000 - seconds - micros / 1e6) if due is not None else 0.0
-    return None
+    if client.states([job_id])[0] != "delayed":
+        return None
+    due, (seconds, micros) = client.redis.zscore(client.keys.delayed, job_id), client.redis.time()
+    return max(0.0, float(due) / 1000 - seconds - micros / 1e6) if due is not None else 0.0
 
 
 def _say_if_paused(client: Client) -> None:
-    with suppress(RedisError):  # the job is in the queue all the same
-        if paused(client.redis, client.keys):
-            print(f"queue {client.keys.queue} is paused: the job waits until it is resumed", file=sys.stderr)
+    if _aside(client, lambda: paused(client.redis, client.keys)):
+        print(f"queue {client.keys.queue} is paused: the job waits until it is resumed", file=sys.stderr)
+
+
+def _aside(client: Client, question: Callable[[], T]) -> T | None:
+    """Ask once, for a note beside the command's work; None where Redis does not answer, which that work reports."""
+    with suppress(RedisError, TimeoutError):
+        return client.patiently(question, Deadline.after("no answer", 0))
+    return None
 
 
 def _follow(client: Client, job: Job, timeout: float | None) -> None:
