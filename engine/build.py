@@ -20,6 +20,8 @@ from kernels.attention import AttentionBackend, get_backend
 
 log = structlog.get_logger()
 
+CANARY = "Hello"
+"""What the engine runs to see whether it still computes."""
 _DEVICE_SHARE = 0.8
 """The pool's default share on a GPU: of what is free once the weights are there. The rest is for a step's values."""
 
@@ -75,6 +77,7 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
         token_bytes=loaded.tokenizer.token_bytes,
         num_ids=num_ids,
         eos_token_ids=loaded.generation.eos_token_ids,
+        canary=loaded.tokenizer.encode(CANARY)[:4] or (0,),
     )
     if loaded.implementation != "fused" and loaded.implementation_reason != ASKED_FOR:
         log.warning(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import structlog
 import torch
 
+from engine.canary import Canary
 from engine.config import EngineConfig
 from engine.deadlines import Deadlines
-from engine.outputs import ChoiceResult, Delta, EngineStats, Fault, Finished, Outcome, StepOutput
+from engine.outputs import ChoiceResult, Delta, EngineBroken, EngineStats, Fault, Finished, Outcome, StepOutput
 from engine.plan import Plan
 from engine.policy import PreemptionCost
 from engine.request import InvalidRequest, PromptTooLong, Request
@@ -58,8 +61,12 @@ class Engine:
         num_ids: int,
         eos_token_ids: frozenset[int] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
+        canary: Seq[int] = (0,),
     ) -> None:
-        """`num_ids`: how many ids the tokenizer knows, from 0. `clock`: what deadlines are measured by, in seconds."""
+        """`num_ids`: how many ids the tokenizer knows, from 0. `clock`: what deadlines are measured by, in seconds.
+
+        `canary`: the prompt that `check` runs.
+        """
         self.config = config
         self.scheduler = Scheduler(config, cost)
         self.gate: Callable[[list[Request]], None] | None = None
@@ -75,8 +82,14 @@ class Engine:
         self._deadlines = Deadlines()
         self._gated: set[str] = set()
         """Requests that passed the gate."""
+        self._canary = Canary(self.scheduler, runner, decode, canary)
+        self._plan_under_way = Plan()
         self._suspects: deque[str] = deque()
         """Requests of a step that raised: each next step runs one of them alone, to find which one it was."""
+        self._failed_alone: set[str] = set()
+        """Requests whose step raised once while they were alone in it. The second time they are to blame."""
+        self._in_doubt = False
+        """Whether the canary is to run at the end of this step."""
         self._arrivals = 0
         self._furthest: dict[int, tuple[int, int]] = {}
         """For each lane the last place that has come so far."""
@@ -172,14 +185,34 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._requests)
 
+    @property
+    def computing(self) -> frozenset[str]:
+        """The requests of the step under way, or of the one that raised; from any thread."""
+        return frozenset(piece.seq.request.id for piece in self._plan_under_way.slices)
+
+    def check(self) -> None:
+        """Run the canary: a small fixed prompt, alone.
+
+        Raises:
+            EngineBroken: it failed. That no block was free to run it is no failure.
+        """
+        wrong = self._canary.run()
+        if wrong is not None:
+            raise EngineBroken(f"the engine fails for a fixed prompt of its own: {wrong}")
+
     def step(self) -> StepOutput:
-        """One step. Deltas and last words of everything that moved; an empty output is legal."""
+        """One step. Deltas and last words of everything that moved; an empty output is legal.
+
+        Raises:
+            EngineBroken: a request failed, and so does the canary. No ending is reported for that request.
+            torch.AcceleratorError: the device is lost.
+        """
         deltas: list[Delta] = []
         finished: list[Finished] = []
         for request_id in self._deadlines.due(self._clock(), self._requests):
             self._end_soon(request_id, _Ending(Outcome.EXPIRED))
         self._apply_endings(deltas, finished)
-        plan = self._plan(deltas, finished)
+        plan = self._plan_under_way = self._plan(deltas, finished)
         if plan.moves:
             self.runner.move(plan)
         self.scheduler.moved()
@@ -188,6 +221,11 @@ class Engine:
             sampled = self._execute(plan)
             if sampled is not None:
                 self._commit(plan, sampled, deltas, finished)
+            self._apply_endings(deltas, finished)
+        self._plan_under_way = Plan()
+        if self._in_doubt or any(last.fault is not None and last.fault.doubtful for last in finished):
+            self._in_doubt = False
+            self.check()
         return StepOutput(tuple(deltas), tuple(finished))
 
     def _plan(self, deltas: list[Delta], finished: list[Finished]) -> Plan:
@@ -223,7 +261,7 @@ class Engine:
             self._blame(plan, error)
             return None
         if self._suspects:
-            self._suspects.popleft()
+            self._failed_alone.discard(self._suspects.popleft())
         return sampled
 
     def _blame(self, plan: Plan, error: Exception) -> None:
@@ -234,6 +272,12 @@ class Engine:
             return
         if len(requests) > 1:
             self._suspects.extend(r for r in requests if r not in self._suspects)
+            return
+        if requests[0] not in self._failed_alone:  # a fault that comes and goes is not this request's
+            self._failed_alone.add(requests[0])
+            self._in_doubt = True
+            if requests[0] not in self._suspects:
+                self._suspects.appendleft(requests[0])
             return
         fault = Fault.OUT_OF_MEMORY if memory else Fault.INTERNAL
         self._end_soon(requests[0], _Ending(Outcome.FAILED, fault, f"{type(error).__name__}: {error}"))
@@ -254,7 +298,13 @@ class Engine:
                 continue
             if logprobs is not None:
                 seq.logprobs.append(logprobs)
-            self._append(seq, token)
+            try:
+                self._append(seq, token)
+            except BaseException as error:  # a panic of the Rust tokenizer is no Exception
+                log.exception("text_failed", id=seq.request.id)
+                message = f"the text could not be decoded: {type(error).__name__}: {error}"
+                self._end_soon(seq.request.id, _Ending(Outcome.FAILED, Fault.INTERNAL, message))
+                continue
             if seq.matcher is not None and seq.matcher.error is not None:
                 ending = _Ending(Outcome.FAILED, Fault.GRAMMAR, f"the grammar gave up: {seq.matcher.error}")
                 self._end_soon(seq.request.id, ending)
@@ -264,7 +314,6 @@ class Engine:
                 self.scheduler.lengths.learn(seq.num_output_tokens)
                 self._retire(seq, SequenceStatus.FINISHED)
                 self._close(seq.request, Outcome.SUCCEEDED, None, None, finished)
-        self._apply_endings(deltas, finished)
 
     # ── one token ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -314,7 +363,8 @@ class Engine:
             for seq in request.sequences:
                 if not seq.status.ended:
                     seq.finish_reason = reason
-                    seq.text.finish()
+                    with contextlib.suppress(BaseException):  # what cannot be decoded is not part of the text
+                        seq.text.finish()
                     self._flush(seq, deltas)
                     self._retire(seq, status)
             self._close(request, ending.outcome, ending.fault, ending.message, finished)
@@ -337,6 +387,7 @@ class Engine:
         del self._requests[request.id]
         self._endings.pop(request.id, None)
         self._gated.discard(request.id)
+        self._failed_alone.discard(request.id)
         if not self._requests:
             self._deadlines.clear()
         if outcome is not None:

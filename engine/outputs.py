@@ -41,6 +41,10 @@ class Delta:
     """One entry an id, where asked for."""
 
 
+class EngineBroken(RuntimeError):
+    """The engine fails even for its canary: no request is to blame, and this process computes nothing more."""
+
+
 class Outcome(enum.StrEnum):
     """How a request ended (the `status` of the wire protocol)."""
 
@@ -60,6 +64,11 @@ class Fault(enum.StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     INTERNAL = "internal"
     """The step raised; the message says what."""
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether the engine may be to blame as well as the request; its canary tells."""
+        return self is not Fault.GRAMMAR
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,9 @@ A job that was running at two deaths of its workers is a suspect; so are the inn
 guilty one takes nobody with it and is given up after its last attempt; an innocent gets past the place where its last
 run ended, and is cleared.
 
+Only what was being computed can be to blame. A worker that was told to end marks what it runs (`excuse.lua`): the kill
+that follows is its supervisor's. A worker whose engine died or hangs counts a death of the step under way alone.
+
     ordinary jobs run ──► a suspect waits, nothing new starts ──► it is alone ──► ended or cleared
             ▲                 at most one lease: then what runs is handed back          │
             └───────────── at least as long, if there are ordinary jobs ◄───────────────┘
@@ -31,6 +34,8 @@ READING_TTL_S = 7 * 86400
 """How long a death while reading is remembered, should nobody come to clear it."""
 DEATHS = 2
 """Deaths, not cleared since, that make a suspect: one crash makes nobody run alone."""
+_KNOWN = ("state", "worker", "deaths", "cleared", "lane", "entry", "fence", "excused")
+"""Fields of a job's hash by which a suspect is known."""
 MARGIN = 64
 """Tokens by which a suspect must pass the progress of its last run; some of that was perhaps never published."""
 
@@ -61,6 +66,8 @@ class Quarantine:
         self._clearing = False
         self._doubted: dict[tuple[str, str], int] = {}
         """Entries just taken over that never started, with the deaths of those who were reading them."""
+        self._excused: list[Job] = []
+        """Running jobs that are not to blame if this process dies of what it is reading."""
         self.turned_away = False
         """Whether suspects were handed back because the place was taken."""
 
@@ -89,9 +96,7 @@ class Quarantine:
         pipe = self._scripts.client.pipeline(transaction=False)
         for delivery in deliveries:
             job_id = delivery.fields.get(b"id", b"").decode("utf-8", "replace")
-            pipe.hmget(
-                self._scripts.keys.job(job_id), ["state", "worker", "deaths", "cleared", "lane", "entry", "fence"]
-            )
+            pipe.hmget(self._scripts.keys.job(job_id), _KNOWN)
         replies = pipe.execute(raise_on_error=False)  # a job hash of another type is START's to complain of
         if doubt:
             self._doubt(deliveries, replies)
@@ -117,7 +122,7 @@ class Quarantine:
         """Whether to parse and tokenise this job; false where that has killed as many workers as the job has attempts.
 
         An entry whose holder died before it started is marked while it is read, and only it: so that whoever takes it
-        over after a death knows what that worker was doing.
+        over after a death knows what that worker was doing. What runs meanwhile is excused.
 
         Raises:
             redis.RedisError: it is not marked.
@@ -132,22 +137,30 @@ class Quarantine:
         pipe.expire(self._scripts.keys.reading, READING_TTL_S)
         pipe.execute()
         job.marked = True
+        self._excused = [other for other in self._held.all() if other.phase is Phase.STARTED and not other.excused]
+        self._scripts.excuse([other.ref for other in self._excused])
         return True
 
     def was_read(self, job: Job) -> None:
         """This process lives: whatever its holders died of, it was not the reading of this job."""
         if job.marked:
             job.marked = False
+            pipe = self._scripts.client.pipeline(transaction=False)
+            pipe.hdel(self._scripts.keys.reading, _member(job.lane, job.entry))
+            for other in self._excused:
+                if not other.excused:  # a drain may have begun
+                    pipe.hdel(self._scripts.keys.job(other.id), "excused")
+            self._excused = []
             try:
-                self._scripts.client.hdel(self._scripts.keys.reading, _member(job.lane, job.entry))
+                pipe.execute()
             except redis.RedisError as error:
                 log.warning("mark_not_cleared", id=job.id, error=str(error))
 
     def _keep(self, delivery: Delivery, known: Any) -> bool:
-        state, worker, deaths, cleared, lane, entry, fence = known
+        state, worker, deaths, cleared, lane, entry, fence, excused = known
         if lane != delivery.lane.encode() or entry != delivery.entry.encode():
             return True
-        died = state == b"running" and worker != self._scripts.consumer.encode()
+        died = state == b"running" and worker not in (self._scripts.consumer.encode(), excused)
         if int(deaths or 0) + died - int(cleared or 0) < DEATHS:
             return True
         job_id = delivery.fields[b"id"].decode()

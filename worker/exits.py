@@ -20,3 +20,6 @@ class Exit(enum.IntEnum):
     """The queue does not fit: another lease is configured there, or Redis refuses our credentials."""
     STALLED = 5
     """One engine step took longer than `--stall-seconds`."""
+    BROKEN = 6
+    """The engine or the tokenizer fails for a fixed prompt of the worker's own. What it held is handed back; no start
+    counts."""

@@ -134,6 +134,8 @@ class Job:
     cancel_reason: str | None = None
     cancel_seen_at: float | None = None
     """`time.monotonic()` when its cancel key was first seen."""
+    excused: bool = False
+    """Whether Redis knows that this worker was told to end while the job runs."""
     over: bool = False
     """Whether all of it is computed; only its end is still to be written."""
     ending: bool = False

@@ -222,6 +222,8 @@ class Intake:
                 jobs.append((job, delivery))
         self._wait_while_paused()
         for job, delivery in jobs:
+            if self._stop.is_set():  # the main thread hands back what waits
+                break
             if self._settings.log_prompts:
                 log.info("job_body", id=job.id, body=job.body[:LOGGED_BYTES].decode("utf-8", "replace"))
             self._submit(job, delivery)
@@ -303,9 +305,23 @@ class Intake:
             self._loop.give(Answer.of(job.handle, error))
         except BaseException as error:  # a panic of the Rust tokenizer is no Exception; it must not end the worker
             log.exception("job_unreadable", id=job.id)
+            if not self._can_read():
+                return None  # no fault of the job: the worker ends, and hands it back
             reason = JobError(ErrorCode.ENGINE_ERROR, f"the worker cannot read this job: {type(error).__name__}")
             self._loop.give(Answer.of(job.handle, JobError(reason.code, reason.message, retryable=False)))
         return None
+
+    def _can_read(self) -> bool:
+        """Whether the tokenizer still works; if not, the worker is told to end."""
+        try:
+            self._translator.check()
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._loop.broken = f"the tokenizer fails for a fixed prompt of its own: {type(error).__name__}: {error}"
+            log.error("worker_broken", message=self._loop.broken)
+            self._stop.set()
+            self._mailbox.put(Stop(Exit.BROKEN))
+            return False
+        return True
 
     def _reject(self, delivery: Delivery) -> None:
         raw = delivery.fields.get(b"body", b"")

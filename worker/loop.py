@@ -7,13 +7,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
-from engine.outputs import EngineStats, StepOutput
+from engine.outputs import EngineBroken, EngineStats, StepOutput
 from engine.request import Request, RequestError
 from producer.protocol.errors import ErrorCode, JobError
+from worker.exits import Exit
 from worker.results import Answer
 from worker.telemetry import Telemetry
+from worker.threads import Fatal
 
 
 class EngineLike(Protocol):
@@ -23,6 +25,9 @@ class EngineLike(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+    @property
+    def computing(self) -> frozenset[str]: ...
+    def check(self) -> None: ...
     def limit_tokens(self, prompt_tokens: int, asked: int | None) -> int: ...
     def validate(self, request: Request) -> None: ...
     def add(self, request: Request) -> None: ...
@@ -77,6 +82,10 @@ class EngineLoop:
         """As of the last step."""
         self.step_since: float | None = None
         """`time.monotonic()` at which the step under way began; None between steps."""
+        self.broken: str | None = None
+        """What is wrong with the engine or the tokenizer, where its canary failed."""
+        self.died = False
+        """Whether an exception ended the engine's thread."""
         self.ticked_at = time.monotonic()
         """When it last looked for something to do."""
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -99,10 +108,35 @@ class EngineLoop:
             self._later_at = time.monotonic() + seconds
         self._later.append(request)
 
+    def check(self) -> None:
+        """Run the engine's canary.
+
+        Raises:
+            Fatal: it failed.
+        """
+        try:
+            self.engine.check()
+        except EngineBroken as error:
+            self._break(error)
+
     def run(self) -> None:
-        """Step while there is work, sleep while there is none; returns when `stop` is set."""
-        while not self._stop.is_set():
-            self.turn()
+        """Step while there is work, sleep while there is none; returns when `stop` is set.
+
+        Raises:
+            Fatal: the engine fails for its canary, too.
+        """
+        try:
+            while not self._stop.is_set():
+                self.turn()
+        except EngineBroken as error:
+            self._break(error)
+        except BaseException:
+            self.died = True
+            raise
+
+    def _break(self, error: EngineBroken) -> NoReturn:
+        self.broken = str(error)
+        raise Fatal(Exit.BROKEN, self.broken) from error
 
     def turn(self, wait: bool = True) -> None:
         """Take messages in, then make one step if there is anything to do; with `wait`, sleep for a message if not."""

@@ -58,6 +58,8 @@ LOOK_SECONDS = 0.5
 """How often the main thread, which never waits for Redis, looks for leases that ran out."""
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.1, 5.0
 """Between two tries to reach Redis at the start; each pause is twice the one before."""
+ENDS_SECONDS = 2.0
+"""How long a worker that ends in trouble waits for the results of what it has computed to be written."""
 RETRY_BACKOFF_SECONDS = 1.0
 """Before a job that failed in the engine is started again, times its attempts."""
 
@@ -129,6 +131,7 @@ class Worker:
         self._loaded = self._loader(self.settings)
         self._loop = loop = EngineLoop(self._loaded.engine, self._stop_engine, self.telemetry)
         self.telemetry.live.engine = lambda: loop.stats
+        loop.check()  # a machine that cannot compute takes no job
         self.mailbox.put(Ready())
         self._loop.run()
 
@@ -206,6 +209,8 @@ class Worker:
             self.health = Health(self.settings.http_port, self._not_ready, self.telemetry.text, self.settings.http_host)
 
     def _not_ready(self) -> str | None:
+        if self._loop is not None and self._loop.broken is not None:
+            return self._loop.broken
         draining = self._stop_intake.is_set()
         return not_ready(self._loop, self._contact, draining, self.settings.stall_seconds)
 
@@ -234,9 +239,15 @@ class Worker:
             self._contact,
             self._stop_rest,
             self._describe,
-            lambda: self._quarantine.tick(self._hand_back),
+            self._each_beat,
         )
         return self._keeper
+
+    def _each_beat(self) -> None:
+        """On the keeper's thread."""
+        self._quarantine.tick(self._hand_back)
+        if self._stop_intake.is_set():
+            self._excuse()
 
     def _spawn_intake(self, loaded: Loaded, loop: EngineLoop) -> None:
         settings = self.settings
@@ -286,7 +297,7 @@ class Worker:
         stats = loop.stats
         waiting = self.held.waiting
         return {
-            "status": "draining" if self._stop_intake.is_set() else "ready",
+            "status": "broken" if loop.broken else "draining" if self._stop_intake.is_set() else "ready",
             "model": ",".join(loaded.translator.served),
             "queue": self.settings.queue,
             "version": version(),
@@ -306,18 +317,24 @@ class Worker:
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _end(self, status: Exit) -> None:
-        """Stop reading, hand back what waits, let what runs finish if all is well, hand back the rest, end the threads.
-
-        If all is not well, what runs may be the reason, so it is handed back as if this process had been killed.
-        """
+        """Stop reading, hand back what waits, let what runs finish if all is well, hand back the rest, end threads."""
         drain = status is Exit.OK
         self._stop_intake.set()
         if self._gate is not None:
             self._gate.closed = True
+            if self._keeper is not None and self._contact.up and not drain:
+                with contextlib.suppress(redis.RedisError):
+                    self._keeper.show()  # that this worker is not ready; handing back may take a while
+            if drain:
+                self._excuse()
             self._hand_back(lambda job: job.phase is Phase.WAITING)
             if drain:
                 self._drain()
-            self._hand_back(lambda job: True, polite=drain)
+            blamed = self._blamed(status)
+            self._hand_back(blamed, polite=False)
+            self._hand_back(lambda job: not job.over)
+            self._await_ends()
+            self._hand_back(lambda job: True)
         self._stop_engine.set()
         if self._loop is not None:
             self._loop.wake()
@@ -332,6 +349,36 @@ class Worker:
                 self._keeper.leave()
         for client in self._clients:
             client.close()
+
+    def _excuse(self) -> None:
+        """Say in Redis that this worker was told to end: if it is killed before its jobs end, they are not to blame.
+
+        The keeper says it again until Redis has heard it.
+        """
+        jobs = [job for job in self.held.all() if job.phase is Phase.STARTED and not job.excused]
+        if not jobs:
+            return
+        try:
+            self._back.excuse([job.ref for job in jobs])
+        except redis.RedisError as error:
+            log.warning("drain_not_announced", count=len(jobs), message=str(error))
+            return
+        for job in jobs:
+            job.excused = True
+
+    def _blamed(self, status: Exit) -> Callable[[Job], bool]:
+        """Which jobs may be the reason of this end: those of the step in which the engine died or hangs, no others."""
+        loop = self._loop
+        if loop is None or loop.step_since is None or not (loop.died or status is Exit.STALLED):
+            return lambda job: False
+        computing = loop.engine.computing
+        return lambda job: job.phase is Phase.STARTED and (job.handle in computing or not computing)
+
+    def _await_ends(self) -> None:
+        """Give the publisher a moment to write the ends of what is computed already."""
+        deadline = time.monotonic() + ENDS_SECONDS
+        while len(self.held) and time.monotonic() < deadline:
+            self.mailbox.get(timeout=0.02)
 
     def _drain(self) -> None:
         """Until nothing is held, time is up, a second signal comes, or a thread dies."""

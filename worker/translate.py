@@ -119,6 +119,10 @@ class Translator:
             return None
         return url
 
+    def check(self) -> None:
+        """Tokenise a small fixed prompt; raises whatever the tokenizer raises, which is then no job's fault."""
+        self._tokenizer.encode("Hello")
+
     def _check_callback(self, url: str) -> None:
         try:
             self._callbacks.check(url)

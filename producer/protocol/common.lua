@@ -182,7 +182,7 @@ end
 -- A new life for the id: nothing of an earlier entry is kept but the fence.
 local function reset(job)
   redis.call('HDEL', job, 'worker', 'attempt', 'deaths', 'group', 'tenant', 'counted', 'nonce', 'start', 'tries', 'alone',
-    'cleared', 'callback', 'stream')
+    'cleared', 'excused', 'callback', 'stream')
   redis.call('PERSIST', job)
 end
 

@@ -14,6 +14,7 @@ A worker's side, on a synchronous client (thread-safe as that client is):
     scripts.reject(ref, body, reason) -> bool                           # entry without usable id: dead letter `no_id`
     scripts.renew(refs) -> list[Ref]                                    # the lost ones
     scripts.yield_(ref, idle_ms=, polite=True, spare=False, due_in_ms=None) -> bool     # False: lost
+    scripts.excuse(refs)                                                # running jobs of a worker that was told to end
     scripts.clear(ref, fence) -> bool                                   # a suspect is one no more; False: lost
     scripts.promote(chunk=64, seconds=0.5) -> int                       # delayed jobs that are due
     scripts.reconcile(limit=32) -> int                                  # jobs whose entry somebody deleted
@@ -314,6 +315,12 @@ class Scripts:
         args += ["1" if polite else "0", "1" if spare else "0", _or_empty(due_in_ms)]
         names = [self.keys.lane(ref.lane), self.keys.job(ref.id), self.keys.returned]
         return bool(self._runner.run("yield", names, args) == b"OK")
+
+    def excuse(self, refs: Sequence[Ref]) -> None:
+        """This worker was told to end: if it does before these running jobs do, neither a start nor a death counts."""
+        names = [[self.keys.lane(ref.lane), self.keys.job(ref.id), self.keys.returned] for ref in refs]
+        args = [[GROUP, ref.entry, self.consumer, ref.lane] for ref in refs]
+        self._runner.run_all([Call("excuse", *one) for one in zip(names, args, strict=True)])
 
     def clear(self, ref: Ref, fence: int) -> bool:
         """A suspect ran alone past the place where its last run ended: its deaths so far count no more. False: lost."""

@@ -35,7 +35,7 @@ if redis.call('EXISTS', result) == 1 or other_live(job, name, entry, lanes) then
 end
 
 local was = redis.call('HMGET', job, 'state', 'lane', 'entry', 'worker', 'fence', 'attempt', 'deaths', 'start',
-  'tries', 'alone')
+  'tries', 'alone', 'excused')
 local same = was[2] == name and was[3] == entry
 local attempt = same and tonumber(was[6] or '0') or 0
 local deaths = same and tonumber(was[7] or '0') or 0
@@ -44,7 +44,10 @@ local running = same and was[1] == 'running'
 if running and was[4] == consumer and was[8] == ARGV[6] then
   return { 'OK', was[5], attempt, deaths, now, '', tries } -- our own call, whose first reply was lost
 end
-if running and was[4] ~= consumer then deaths = deaths + 1 end
+local taken = running and was[4] ~= consumer
+-- Its last worker was told to end, and was killed before it could hand the job back: neither death nor start counts.
+local excused = taken and was[11] == was[4]
+if excused then tries = math.max(0, tries - 1) elseif taken then deaths = deaths + 1 end
 
 -- A key of another type is no cancel; the poll does not see it either.
 local reason = redis.pcall('GET', cancel)
@@ -53,7 +56,7 @@ if ARGV[7] ~= '' and tonumber(string.match(entry, '^%d+')) + tonumber(ARGV[7]) <
   return { 'EXPIRED', '0', attempt, deaths, now, '', tries }
 end
 -- Who fell beside others, often enough to be a suspect, has a last start alone; unless its producer named a cap.
-local guilty = not running or was[10] == '1' or deaths < 2 or ARGV[13] == '1'
+local guilty = not running or excused or was[10] == '1' or deaths < 2 or ARGV[13] == '1'
 if ARGV[8] ~= '' and tries >= tonumber(ARGV[8]) and guilty then
   return { 'SPENT', '0', attempt, deaths, now, '', tries }
 end
@@ -82,6 +85,7 @@ if not same then
   end
   if gone and gone.group_name ~= '' and gone.group_name == ARGV[10] then redis.call('HSET', job, 'counted', '1') end
 end
+if taken then redis.call('HDEL', job, 'excused') end
 redis.call('PERSIST', job)
 open_job(KEYS[14], ARGV[14])
 redis.call('HSET', job, 'state', 'running', 'lane', name, 'entry', entry, 'worker', consumer, 'fence', fence,

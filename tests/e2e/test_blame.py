@@ -79,3 +79,49 @@ def test_a_body_that_kills_whoever_reads_it_is_given_up_unread(own: Queue, start
     assert not own.client.exists(own.keys.reading)
     assert (own.depth(), own.pending()) == (0, 0)
     assert workers[-1].stop() == Exit.OK
+
+
+@pytest.mark.redis_server
+def test_what_a_supervisor_kills_during_a_drain_counts_for_nobody(own: Queue, start: Start) -> None:
+    """An orchestrator that allows less time than the worker was told: SIGTERM, then SIGKILL, at every deploy."""
+    jobs = [own.add({"prompt": f"{i}", "max_tokens": 100}) for i in range(8)]
+    slow = {"drain_seconds": "600", "FAKE_STEP": "0.1", "max_num_seqs": "8"}
+    for _ in range(3):
+        worker = start(own, **slow)
+        eventually(lambda: {own.client.hget(own.keys.job(job), "worker") for job in jobs} == {name(own)}, 30)
+        eventually(lambda: {own.client.hget(own.keys.job(job), "state") for job in jobs} == {b"running"}, 30)
+        worker.popen.terminate()
+        eventually(lambda: all(own.client.hexists(own.keys.job(job), "excused") for job in jobs))
+        worker.popen.kill()
+        worker.wait()
+    last = start(own, FAKE_STEP="0.01")
+    ends = [own.check_ending(job) for job in jobs]
+    assert {end["status"] for end in ends} == {"succeeded"}
+    assert {tuple(own.client.hmget(own.keys.job(job), "tries", "deaths")) for job in jobs} == {(b"1", b"0")}
+    assert "suspect_held" not in last.log
+
+
+def name(queue: Queue) -> bytes:
+    """The name of the one worker that shows a sign of life."""
+    keys = list(queue.client.scan_iter(queue.keys.worker("*")))
+    return keys[0].removeprefix(queue.keys.worker("").encode()) if len(keys) == 1 else b""
+
+
+@pytest.mark.redis_server
+def test_a_job_that_kills_its_worker_in_a_drain_is_found_by_the_next(own: Queue, start: Start) -> None:
+    poison = own.add({"prompt": "poison", "max_tokens": 40}, id="poison")
+    options = {"FAKE_KILL": "poison", "FAKE_STEP": "0.1", "block_ms": "20", "drain_seconds": "600"}
+    workers = [start(own, **options)]
+    eventually(lambda: own.client.hget(own.keys.job(poison), "state") == b"running", 20)
+    workers[0].popen.terminate()
+
+    def over() -> bool:
+        if workers[-1].popen.poll() is not None:
+            assert workers[-1].popen.returncode == -9
+            workers.append(start(own, **options))
+        return own.depth() == 0
+
+    eventually(over, 60)
+    result = own.check_ending(poison)
+    assert (result["error"]["code"], result["attempt"]) == ("gave_up", 4)
+    assert len(workers) == 5  # the first of four deaths was in a drain

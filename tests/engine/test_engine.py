@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence as Seq
+
 import pytest
 import torch
 
-from engine.outputs import Fault, Outcome
+from engine.canary import CANARY_ID
+from engine.outputs import EngineBroken, Fault, Outcome, StepOutput
+from engine.plan import Plan
 from engine.request import InvalidRequest, PromptTooLong, Request
+from engine.sampler import Sampled
 from engine.sequence import FinishReason
 from tests.engine.stub import Collector, alone, expect_idle, expect_short_outputs, make_engine, request, run, steps
 
@@ -332,3 +338,113 @@ def test_a_lost_device_ends_the_engine_and_fails_no_request() -> None:
     runner.execute = lost  # type: ignore[assignment, method-assign]
     with pytest.raises(torch.AcceleratorError):
         engine.step()
+
+
+class TestCanary:
+    """A fault of one request is told from a fault of the engine."""
+
+    def test_an_engine_whose_every_step_raises_is_broken_and_blames_nobody(self) -> None:
+        engine, runner = make_engine()
+        runner.raises |= {"r0", "r1", "r2", CANARY_ID}
+        for i in range(3):
+            engine.add(request(f"r{i}", [1, 2, 3]))
+        outputs: list[StepOutput] = []
+        with pytest.raises(EngineBroken, match="told to raise"):
+            outputs.extend(steps(engine))
+        assert not any(output.finished for output in outputs)
+
+    def test_an_engine_that_gives_nan_to_everybody_is_broken(self) -> None:
+        engine, runner = make_engine()
+        runner.poisons |= {"r0", "r1", CANARY_ID}
+        for i in range(2):
+            engine.add(request(f"r{i}", [1, 2, 3]))
+        with pytest.raises(EngineBroken, match="not finite"):
+            engine.step()
+
+    @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), MemoryError()])
+    def test_an_engine_that_runs_out_of_memory_at_every_step_is_broken(self, error: Exception) -> None:
+        engine, runner = make_engine()
+        for i in range(4):
+            engine.add(request(f"r{i}", [1, 2, 3]))
+
+        def no_memory(plan: object) -> None:
+            raise error
+
+        runner.execute = no_memory  # type: ignore[assignment, method-assign]
+        outputs: list[StepOutput] = []
+        with pytest.raises(EngineBroken):
+            outputs.extend(steps(engine))
+        assert not any(output.finished for output in outputs)
+
+    def test_one_that_runs_out_of_memory_with_one_long_request_is_not(self) -> None:
+        engine, runner = make_engine()
+        execute = runner.execute
+
+        def small(plan: Plan) -> Sampled:
+            if any(piece.seq.num_tokens > 20 for piece in plan.slices):
+                raise torch.OutOfMemoryError("too long")
+            return execute(plan)
+
+        runner.execute = small  # type: ignore[method-assign]
+        finished = run(engine, request("long", [1] * 30), request("short", [2] * 5))
+        assert finished["long"].fault is Fault.OUT_OF_MEMORY
+        assert finished["short"].outcome is Outcome.SUCCEEDED
+
+    def test_steps_that_raise_only_sometimes_end_no_request(self) -> None:
+        engine, runner = make_engine()
+        execute, turn = runner.execute, itertools.count()
+
+        def flaky(plan: Plan) -> Sampled:
+            if plan.slices[0].seq.request.id != CANARY_ID and next(turn) % 2 == 0:
+                raise RuntimeError("a passing fault")
+            return execute(plan)
+
+        runner.execute = flaky  # type: ignore[method-assign]
+        finished = run(engine, *(request(f"r{i}", [i + 1] * 5, 6, ignore_eos=True) for i in range(3)))
+        assert {last.outcome for last in finished.values()} == {Outcome.SUCCEEDED}
+
+    def test_a_full_pool_is_no_fault(self) -> None:
+        engine, runner = make_engine(num_blocks=8, max_model_len=32)
+        engine.add(request("a", [1] * 27, 4, ignore_eos=True))
+        while engine.scheduler.blocks.num_free:
+            engine.step()
+        runner.raises.add(CANARY_ID)
+        engine.check()  # it cannot run, so nothing is known
+        while engine.has_work:
+            engine.step()
+        with pytest.raises(EngineBroken):
+            engine.check()
+        expect_idle(engine)
+
+    def test_it_leaves_nothing_behind(self) -> None:
+        engine, _ = make_engine()
+        engine.check()
+        expect_idle(engine)
+
+    def test_text_that_cannot_be_decoded_ends_its_request_alone(self) -> None:
+        class Panic(BaseException):
+            """As pyo3 raises what Rust panics with."""
+
+        engine, _ = make_engine()
+        decode_all, bad = engine._decode, request("bad", [1, 2, 3], 5, ignore_eos=True)
+
+        def panics(ids: Seq[int], skip: bool) -> str:
+            raise Panic("unreachable")
+
+        engine._decode = panics
+        engine.add(bad)
+        engine._decode = decode_all
+        finished = run(engine, request("good", [1, 2, 3], 5, ignore_eos=True))
+        assert (finished["bad"].outcome, finished["bad"].fault) == (Outcome.FAILED, Fault.INTERNAL)
+        assert finished["good"].outcome is Outcome.SUCCEEDED
+
+    def test_a_detokeniser_that_fails_for_everybody_breaks_the_engine(self) -> None:
+        engine, _ = make_engine()
+
+        def panics(ids: Seq[int], skip: bool) -> str:
+            raise RuntimeError("unreachable")
+
+        engine._decode = engine._canary._decode = panics
+        engine.add(request("a", [1, 2, 3]))
+        with pytest.raises(EngineBroken, match="unreachable"):
+            engine.step()

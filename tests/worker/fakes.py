@@ -12,6 +12,7 @@ from typing import Any
 from engine.outputs import (
     ChoiceResult,
     Delta,
+    EngineBroken,
     EngineStats,
     Fault,
     Finished,
@@ -120,6 +121,9 @@ class FakeEngine:
         self.steps = 0
         self.computed: list[str] = []
         """Every request id that ever got a token, once a token."""
+        self.broken = False
+        """Whether every request fails, and the canary too."""
+        self.computing: frozenset[str] = frozenset()
         self._live: dict[str, _Live] = {}
         self._cancelled: list[str] = []
 
@@ -161,6 +165,10 @@ class FakeEngine:
             steps=self.steps,
         )
 
+    def check(self) -> None:
+        if self.broken:
+            raise EngineBroken("the canary died")
+
     def check_integrity(self) -> None:
         if self._cancelled:
             raise RuntimeError("cancels left over at idle")
@@ -174,6 +182,8 @@ class FakeEngine:
         running = [live for live in self._live.values() if live.started]
         if running and self.step_seconds:
             time.sleep(self.step_seconds)
+        if running:
+            self.check()
         for live in running:
             deltas += self._advance(live)
             ended = self._ended(live)

@@ -1,0 +1,72 @@
+"""A small fixed prompt, run alone through the same runner as every request: does this engine still compute?
+
+A step that fails for one request alone may be that request's fault or the engine's. The canary tells: it is as harmless
+as a request can be, so where it fails, every request would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from engine.plan import Plan, Slice
+from engine.request import Request, SamplingParams
+from engine.runner import Runner
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.text import Decode, TextStream
+
+CANARY_ID = "canary"
+CANARY_TOKENS = 4
+"""Tokens that each run samples: several, so that a fault that comes only now and then has a chance to show."""
+TEMPERATURES = (0.0, 1.0)
+"""One run each: greedy and random sampling take different ways through the sampler."""
+
+
+class Canary:
+    """Owns no block between two runs, and takes no part in scheduling."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, decode: Decode, prompt: Seq[int]) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._decode = decode
+        self._prompt = tuple(prompt)
+
+    def run(self) -> str | None:
+        """Say what is wrong with the engine; None where nothing is, or where no block is free to find out."""
+        for temperature in TEMPERATURES:
+            params = SamplingParams(max_tokens=CANARY_TOKENS, temperature=temperature, seed=0, ignore_eos=True)
+            request = Request(CANARY_ID, self._prompt, params)
+            seq = Sequence(request, 0, TextStream(self._decode))
+            try:
+                wrong = self._generate(seq)
+            except BaseException as error:  # noqa: BLE001 - a panic of the Rust tokenizer is no Exception
+                return f"{type(error).__name__}: {error}"
+            finally:
+                self._scheduler.blocks.free(seq)
+                self._runner.forget(seq)
+            if wrong is not None:
+                return wrong
+        return None
+
+    def _generate(self, seq: Sequence) -> str | None:
+        """Compute the prompt and then one token a step, as far as there is room."""
+        scheduler = self._scheduler
+        last = min(len(self._prompt) + CANARY_TOKENS, scheduler.config.capacity)
+        while seq.num_tokens < last and scheduler.blocks.allocate(seq, seq.num_tokens):
+            moves = scheduler.blocks.moves
+            plan = Plan(
+                (Slice(seq, seq.num_computed_tokens, seq.num_uncomputed_tokens, True),),
+                swap_out=tuple(moves.out),
+                copies=tuple((read, write) for write, read in moves.copies.items()),
+            )
+            if plan.moves:
+                self._runner.move(plan)
+            scheduler.moved()
+            token = self._runner.execute(plan).token_ids[0]
+            if token is None:
+                return "the model gives logits that are not finite"
+            seq.num_computed_tokens = seq.num_tokens
+            seq.tokens.append(token)
+            seq.text.push(token)
+        seq.text.finish()
+        return None

@@ -1,0 +1,83 @@
+"""A worker that cannot compute takes no job with it: its canary fails, it hands everything back, and it ends."""
+
+from __future__ import annotations
+
+import pytest
+import structlog
+
+from tests.support import eventually
+from tests.worker.fakes import FakeEngine
+from tests.worker.harness import Inside, Queue, inside
+from worker.exits import Exit
+
+
+def test_beside_a_healthy_worker_a_broken_one_costs_no_job_a_start(queue: Queue) -> None:
+    engine = FakeEngine(step_seconds=0.01)
+    broken = Inside(queue, engine, lease_seconds="1").start()
+    jobs = [queue.add({"prompt": f"{i}", "max_tokens": 6}) for i in range(120)]
+    eventually(lambda: engine.computed)
+    engine.broken = True
+    with inside(queue, FakeEngine(step_seconds=0.001), lease_seconds="1"):
+        assert broken.join() is Exit.BROKEN
+        assert {queue.check_ending(job)["status"] for job in jobs} == {"succeeded"}
+    for job in jobs:
+        assert queue.client.hmget(queue.keys.job(job), "tries", "deaths") == [b"1", b"0"]
+    assert not queue.client.exists(queue.keys.dead, queue.keys.worker(broken.worker.name))
+
+
+def test_a_worker_that_is_broken_from_the_start_reads_nothing(queue: Queue) -> None:
+    job = queue.add({"prompt": "x", "max_tokens": 2})
+    engine = FakeEngine()
+    engine.broken = True
+    worker = Inside(queue, engine)
+    worker._thread.start()
+    assert worker.join() is Exit.BROKEN
+    assert not queue.client.exists(queue.keys.job(job), queue.keys.worker(worker.worker.name))
+    assert queue.client.xinfo_groups(queue.keys.lane("normal")) == []
+
+
+def test_a_broken_worker_is_not_ready(queue: Queue) -> None:
+    engine = FakeEngine(step_seconds=0.01)
+    worker = Inside(queue, engine, http_port="0").start()
+    health = worker.worker.health
+    assert health is not None
+    eventually(lambda: health.answer("/readyz")[0] == 200)
+    worker.worker._await_ends = lambda: eventually(  # type: ignore[method-assign]
+        lambda: (
+            (health.answer("/readyz"), queue.client.hget(queue.keys.worker(worker.worker.name), "status"))
+            == ((503, "text/plain", b"the canary died\n"), b"broken")
+        )
+    )
+    queue.add({"prompt": "x", "max_tokens": 200})
+    eventually(lambda: engine.computed)
+    engine.broken = True
+    assert worker.join() is Exit.BROKEN
+
+
+def test_a_tokenizer_that_fails_for_everybody_breaks_the_worker_and_answers_nobody(queue: Queue) -> None:
+    worker = Inside(queue, lease_seconds="1").start()
+
+    def panic(text: str) -> list[int]:
+        raise BaseException("as pyo3 raises what Rust panics with")
+
+    worker.model.tokenizer.encode = panic  # type: ignore[method-assign]
+    jobs = [queue.add({"prompt": f"{i}", "max_tokens": 2}) for i in range(5)]
+    assert worker.join() is Exit.BROKEN
+    with inside(queue, lease_seconds="1"):
+        assert {queue.check_ending(job)["attempt"] for job in jobs} == {1}
+
+
+@pytest.mark.parametrize("call", ["get", "all"], ids=["publisher", "keeper or canceller"])
+def test_when_a_thread_dies_that_computes_nothing_no_job_is_to_blame(queue: Queue, call: str) -> None:
+    job = queue.add({"prompt": "x", "max_tokens": 200})
+    for _ in range(4):
+        with structlog.testing.capture_logs():
+            worker = Inside(queue, FakeEngine(step_seconds=0.02), lease_seconds="1").start()
+            eventually(lambda: queue.client.hget(queue.keys.job(job), "state") == b"running")
+
+            def bug(*args: object) -> None:
+                raise KeyError("a bug")
+
+            setattr(worker.worker.held, call, bug)
+            assert worker.join() is Exit.ERROR
+    assert queue.client.hmget(queue.keys.job(job), "tries", "deaths") == [b"0", b"0"]
