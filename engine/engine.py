@@ -70,8 +70,8 @@ class Engine:
         self.config = config
         self.scheduler = Scheduler(config, cost)
         self.gate: Callable[[list[Request]], None] | None = None
-        """Called before the forward with requests that run for the first time. It may `cancel` or `drop` them; the step
-        is then planned anew without them, and no token is computed for them."""
+        """Called before the forward with requests that run for the first time. It may `cancel`, `drop` or `hold` them;
+        they then leave the plan, and no token is computed for them."""
         self.runner = runner
         self._token_bytes = token_bytes
         self._num_ids = num_ids
@@ -81,7 +81,10 @@ class Engine:
         self._endings: dict[str, _Ending] = {}
         self._deadlines = Deadlines()
         self._gated: set[str] = set()
-        """Requests that passed the gate."""
+        """Requests that the gate has seen."""
+        self._on_hold: set[str] = set()
+        self.waits = False
+        """Whether the last step computed nothing since all that could run is on hold."""
         self._canary = Canary(self.scheduler, runner, decode, canary)
         self._plan_under_way = Plan()
         self._suspects: deque[str] = deque()
@@ -175,6 +178,20 @@ class Engine:
         """End a request without a word: somebody else works on it now. Unknown ids are ignored."""
         self._end_soon(request_id, _Ending(None))
 
+    def hold(self, request_id: str) -> None:
+        """Compute nothing for a request until `release`; it keeps its place. Called by the gate."""
+        if request_id in self._requests:
+            self._requests[request_id].on_hold = True
+            self._on_hold.add(request_id)
+
+    def release(self, request_id: str) -> bool:
+        """Let a request run that was on hold; False where it has ended meanwhile or is about to."""
+        if request_id not in self._on_hold:
+            return False
+        self._on_hold.discard(request_id)
+        self._requests[request_id].on_hold = False
+        return request_id not in self._endings
+
     def _end_soon(self, request_id: str, ending: _Ending) -> None:
         if request_id in self._requests and (ending.outcome is None or request_id not in self._endings):
             self._endings[request_id] = ending
@@ -237,12 +254,13 @@ class Engine:
                 self._suspects.popleft()  # it waits for blocks that others hold, so the others must move
                 continue
             new = {s.request.id: s.request for s in plan.admitted if s.request.id not in self._gated}
-            if not new or self.gate is None:
-                return plan
-            self._gated.update(new)
-            self.gate(list(new.values()))
-            self._apply_endings(deltas, finished)
-            return plan.without_ended()
+            if new and self.gate is not None:
+                self._gated.update(new)
+                self.gate(list(new.values()))
+                self._apply_endings(deltas, finished)
+                plan = plan.runnable()
+            self.waits = bool(self._on_hold) and not (plan.slices or plan.preempted or plan.moves)
+            return plan
 
     def _next_suspect(self) -> Request | None:
         while self._suspects and self._suspects[0] not in self._requests:
@@ -387,6 +405,7 @@ class Engine:
         del self._requests[request.id]
         self._endings.pop(request.id, None)
         self._gated.discard(request.id)
+        self._on_hold.discard(request.id)
         self._failed_alone.discard(request.id)
         if not self._requests:
             self._deadlines.clear()

@@ -69,14 +69,14 @@ class Plan:
         """Who gets a token, in order."""
         return tuple(seq for piece in self.slices for seq in piece.sampling)
 
-    def without_ended(self) -> Plan:
-        """The same plan less the sequences that have ended since it was made. Copies stay: they are paid for."""
+    def runnable(self) -> Plan:
+        """The same plan less the sequences that have ended since it was made, or that are on hold. Copies stay."""
         return dataclasses.replace(
             self,
             slices=tuple(
                 piece._replace(forks=tuple(f for f in piece.forks if not f.status.ended))
                 for piece in self.slices
-                if not piece.seq.status.ended
+                if not piece.seq.status.ended and not piece.seq.request.on_hold
             ),
             admitted=tuple(seq for seq in self.admitted if not seq.status.ended),
         )

@@ -111,6 +111,8 @@ class Request:
     turn: float | None = None
     """The arrival time in seconds, later by an allowance for each lower lane; given by the engine, and kept where a
     request is added again."""
+    on_hold: bool = field(init=False, default=False)
+    """Whether it waits for the gate's answer and is not computed, see `Engine.hold`."""
     noise_seed: int = field(init=False)
     sequences: list[Sequence] = field(init=False, default_factory=list)
     """Its choices, made when the engine accepts the request."""

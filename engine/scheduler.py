@@ -140,6 +140,7 @@ class Scheduler:
         slices = tuple(
             Slice(seq, seq.num_computed_tokens, count, count == seq.num_uncomputed_tokens, draft.forks.get(seq, ()))
             for seq, count in draft.counts.items()
+            if not seq.request.on_hold
         )
         return Plan(
             slices,
@@ -151,8 +152,8 @@ class Scheduler:
         )
 
     def _in_turn(self, draft: _Draft) -> list[Sequence]:
-        """Running sequences in order, those that decode before those that prefill."""
-        running = self.running if draft.only is None else [seq for seq in self.running if draft.concerns(seq)]
+        """Running sequences in order, those that decode before those that prefill. Not those on hold."""
+        running = [seq for seq in self.running if not seq.request.on_hold and draft.concerns(seq)]
         decoding = [seq for seq in running if seq.num_uncomputed_tokens == 1]
         if len(decoding) == len(running):
             return decoding
@@ -166,7 +167,9 @@ class Scheduler:
         allocate, end = self.blocks.allocate, seq.num_computed_tokens + count
         while seq.status is SequenceStatus.RUNNING and not allocate(seq, end):
             # The first in the order of service is spared unless it is alone, which is why every step makes progress.
-            self._preempt(policy.victim(self.running[1:] or self.running, self.blocks.device), draft)
+            # What is on hold computes nothing, so it makes way first.
+            idle = [other for other in self.running if other.request.on_hold]
+            self._preempt(policy.victim(idle or self.running[1:] or self.running, self.blocks.device), draft)
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
         count = seq.num_uncomputed_tokens
@@ -182,7 +185,7 @@ class Scheduler:
         draft.budget += draft.counts.pop(seq, 0)
         draft.preempted.append(seq)
         self._leave_running(seq)
-        if self.cost.swaps and self.blocks.swap_out(seq):
+        if self.cost.swaps and not seq.request.on_hold and self.blocks.swap_out(seq):
             seq.move_to(SequenceStatus.SWAPPED)
             bisect.insort(self.swapped, seq, key=policy.rank)
             self.swaps += 1

@@ -232,7 +232,7 @@ class Quarantine:
         elif time.monotonic() - place.since >= self._lease:
             self._clearing = True
             try:
-                hand_back(lambda other: other is not job and other.phase is Phase.STARTED)
+                hand_back(lambda other: other is not job and other.phase is Phase.STARTED and not other.starting)
             finally:
                 self._clearing = False
 

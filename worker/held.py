@@ -134,6 +134,8 @@ class Job:
     cancel_reason: str | None = None
     cancel_seen_at: float | None = None
     """`time.monotonic()` when its cancel key was first seen."""
+    starting: bool = False
+    """Whether its START is under way: until the reply has come, nobody knows whether it runs."""
     excused: bool = False
     """Whether Redis knows that this worker was told to end while the job runs."""
     over: bool = False
@@ -167,6 +169,11 @@ class Job:
     def may_leave(self) -> bool:
         """Whether it only waits, and may do so elsewhere."""
         return self.phase is Phase.WAITING and not (self.over or self.suspect or self.marked)
+
+    @property
+    def computed(self) -> bool:
+        """Whether tokens of it are computed: its START is done and its end has not come."""
+        return self.phase is Phase.STARTED and not (self.starting or self.over)
 
     @property
     def started(self) -> bool:

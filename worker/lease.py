@@ -16,7 +16,7 @@ from producer.protocol.keys import LANES
 from producer.protocol.meta import Meta
 from producer.protocol.scripts import Scripts
 from worker.exits import Exit
-from worker.held import Held, Job, Phase
+from worker.held import Held, Job
 from worker.link import Contact, RedisClock, no_group, passing
 from worker.loop import Drop, EngineLoop
 from worker.settings import Settings
@@ -89,7 +89,7 @@ class Keeper:
         From any thread. When Redis is back, what nobody took is handed back.
         """
         now = time.monotonic()
-        for job in self._held.take(lambda job: job.phase is Phase.STARTED and not job.over and job.lease_until < now):
+        for job in self._held.take(lambda job: job.computed and job.lease_until < now):
             self._loop.telemetry.leases_lost.inc()
             log.warning("lease_ran_out", id=job.id, lane=job.lane, entry=job.entry, fence=job.fence)
             self._loop.post(Drop(job.handle))

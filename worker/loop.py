@@ -13,6 +13,7 @@ from engine.outputs import EngineBroken, EngineStats, StepOutput
 from engine.request import Request, RequestError
 from producer.protocol.errors import ErrorCode, JobError
 from worker.exits import Exit
+from worker.outbox import Outbox, Output
 from worker.results import Answer
 from worker.telemetry import Telemetry
 from worker.threads import Fatal
@@ -26,6 +27,8 @@ class EngineLike(Protocol):
     @property
     def has_work(self) -> bool: ...
     @property
+    def waits(self) -> bool: ...
+    @property
     def computing(self) -> frozenset[str]: ...
     def check(self) -> None: ...
     def limit_tokens(self, prompt_tokens: int, asked: int | None) -> int: ...
@@ -33,6 +36,8 @@ class EngineLike(Protocol):
     def add(self, request: Request) -> None: ...
     def cancel(self, request_id: str) -> None: ...
     def drop(self, request_id: str) -> None: ...
+    def hold(self, request_id: str) -> None: ...
+    def release(self, request_id: str) -> bool: ...
     def step(self) -> StepOutput: ...
     def stats(self) -> EngineStats: ...
     def check_integrity(self) -> None: ...
@@ -59,16 +64,19 @@ class Drop:
     handle: str
 
 
-Message = Add | Cancel | Drop
-Output = StepOutput | Answer
-Stamped = tuple[float, Output]
-"""An output with the `time.monotonic()` moment at which it came about."""
+@dataclass(frozen=True, slots=True)
+class Do:
+    """Do this on the engine's thread."""
+
+    work: Callable[[], None]
+
+
+Message = Add | Cancel | Drop | Do
 
 TICK_SECONDS = 1.0
 """How long an idle loop sleeps at most, so that it is seen to live."""
-
-BACKLOG = 256
-"""Steps whose output may wait for the publisher; then the engine waits for it: an outage costs bounded memory."""
+HELD_SECONDS = 0.05
+"""The same while all that the engine has waits for the gate: deadlines are still looked at."""
 
 
 class EngineLoop:
@@ -77,7 +85,7 @@ class EngineLoop:
     def __init__(self, engine: EngineLike, stop: threading.Event, telemetry: Telemetry | None = None) -> None:
         self.engine = engine
         self.telemetry = telemetry or Telemetry()
-        self.outbox: queue.Queue[Stamped] = queue.Queue(BACKLOG)
+        self.outbox = Outbox()
         self.stats: EngineStats = engine.stats()
         """As of the last step."""
         self.step_since: float | None = None
@@ -163,10 +171,11 @@ class EngineLoop:
             later, self._later = self._later, []
             for request in later:
                 self._apply(Add(request))
-        idle = wait and not (self.engine.has_work or self._dirty)
-        until = self._later_at - time.monotonic() if self._later else TICK_SECONDS
+        idle = wait and not self._dirty and (self.engine.waits or not self.engine.has_work)
+        most = HELD_SECONDS if self.engine.has_work else TICK_SECONDS
+        until = self._later_at - time.monotonic() if self._later else most
         try:
-            message = self._inbox.get(block=idle, timeout=min(TICK_SECONDS, max(0.0, until)))
+            message = self._inbox.get(block=idle, timeout=min(most, max(0.0, until)))
             while True:
                 if message is not None:
                     self._apply(message)
@@ -187,6 +196,8 @@ class EngineLoop:
             case Drop(handle):
                 self._recall(handle)
                 self.engine.drop(handle)
+            case Do(work):
+                work()
         self._dirty = True
 
     def _recall(self, handle: str) -> None:
@@ -196,11 +207,5 @@ class EngineLoop:
             self.engine.add(request)
 
     def give(self, output: Output) -> None:
-        """Hand an output to the publisher; waits while that is too far behind. From any thread."""
-        stamped = (time.monotonic(), output)
-        while not self._stop.is_set():
-            try:
-                self.outbox.put(stamped, timeout=0.2)
-            except queue.Full:
-                continue
-            return
+        """Hand an output to the publisher, without waiting for it. From any thread."""
+        self.outbox.put((time.monotonic(), output))

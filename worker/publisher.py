@@ -34,7 +34,8 @@ from producer.protocol.scripts import (
 )
 from worker.held import Chunk, Held, Job, new_nonce
 from worker.link import Contact, passing
-from worker.loop import Cancel, Drop, EngineLoop, Output
+from worker.loop import Cancel, Drop, EngineLoop
+from worker.outbox import Output
 from worker.results import Answer, Results, fault, gave_up
 
 log = structlog.get_logger()

@@ -73,6 +73,8 @@ class Worker:
         self.name = f"{settings.worker_name}:{os.getpid()}:{secrets.token_hex(4)}"
         self.mailbox = Mailbox()
         self.held = Held()
+        self._draining = False
+        """Whether this worker was told to end and lets its jobs finish."""
         self._loader = loader
         self._clock = RedisClock()
         self._contact = Contact()
@@ -174,6 +176,7 @@ class Worker:
         scripts = self._scripts(command_client(self.settings.redis, retries=1))
         self._gate = Gate(scripts, self.held, loop, self._contact, self._quarantine)
         loaded.engine.gate = self._gate
+        self._spawn("starter", self._gate.run)
         self._spawn_intake(loaded, loop)
         self._spawn_publisher(loaded, loop)
         canceller = Canceller(
@@ -246,7 +249,7 @@ class Worker:
     def _each_beat(self) -> None:
         """On the keeper's thread."""
         self._quarantine.tick(self._hand_back)
-        if self._stop_intake.is_set():
+        if self._draining:
             self._excuse()
 
     def _spawn_intake(self, loaded: Loaded, loop: EngineLoop) -> None:
@@ -321,15 +324,17 @@ class Worker:
         drain = status is Exit.OK
         self._stop_intake.set()
         if self._gate is not None:
-            self._gate.closed = True
+            self._gate.close()
             if self._keeper is not None and self._contact.up and not drain:
                 with contextlib.suppress(redis.RedisError):
                     self._keeper.show()  # that this worker is not ready; handing back may take a while
             if drain:
+                self._draining = True
                 self._excuse()
             self._hand_back(lambda job: job.phase is Phase.WAITING)
             if drain:
                 self._drain()
+            self._draining = False
             blamed = self._blamed(status)
             self._hand_back(blamed, polite=False)
             self._hand_back(lambda job: not job.over)
@@ -341,7 +346,9 @@ class Worker:
         self._join("engine", 5.0 if drain and self._loop is not None else 0.5)
         self._stop_publisher.set()
         self._stop_rest.set()
-        for name in ("publisher", "intake", "keeper", "canceller"):
+        if self._gate is not None:
+            self._gate.stop()
+        for name in ("publisher", "intake", "keeper", "canceller", "starter"):
             self._join(name, 5.0)
         self._hand_back(lambda job: True)  # what the intake's last read brought
         if self._keeper is not None and self._contact.up:

@@ -35,7 +35,7 @@ _SLOW = (
 """Bounds in seconds of what includes the wait in the queue: a nightly batch waits for hours, a backlog for days."""
 REDIS_DOINGS = ("read", "start", "publish", "renew", "cancel")
 """Whose Redis errors are counted apart."""
-THREADS = ("main", "engine", "intake", "keeper", "canceller", "publisher")
+THREADS = ("main", "engine", "intake", "keeper", "canceller", "publisher", "starter")
 """Whose CPU time is counted apart; `other` are OpenMP's threads, for the most part."""
 
 

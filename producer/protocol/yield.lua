@@ -11,6 +11,7 @@ if again then return again end
 if not owned(KEYS[1], ARGV[1], ARGV[2], ARGV[3], KEYS[3], ARGV[4]) then return 'LOST' end
 redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[3], 0, ARGV[2], 'IDLE', ARGV[5], 'JUSTID')
 if ARGV[8] ~= '' then list_returned(KEYS[3], ARGV[4], ARGV[2], tonumber(ARGV[8])) end
+if started then redis.call('HDEL', KEYS[2], 'excused') end
 if started and ARGV[6] == '1' then
   redis.call('HSET', KEYS[2], 'state', 'queued')
   if running then redis.call('SREM', running, ARGV[4] .. ' ' .. ARGV[2]) end

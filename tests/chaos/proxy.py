@@ -1,4 +1,4 @@
-"""A TCP proxy between workers and Redis that can cut connections, swallow replies and go silent."""
+"""A TCP proxy between workers and Redis that can be far away, cut connections, swallow replies and go silent."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ class Proxy:
 
     def __init__(self, target: int) -> None:
         self.port = 0
+        self.delay = 0.0
+        """Seconds that each reply takes longer."""
         self._target = target
         self._writers: set[asyncio.StreamWriter] = set()
         self._deaf = False
@@ -73,6 +75,8 @@ class Proxy:
                 await self._open.wait()
                 if replies and self._deaf:
                     continue
+                if replies and self.delay:
+                    await asyncio.sleep(self.delay)
                 writer.write(data)
                 await writer.drain()
         writer.close()

@@ -236,7 +236,7 @@ def expect_idle(engine: Engine) -> None:
     assert (scheduler.waiting._heap, scheduler.waiting._parked, scheduler.waiting._computing) == ([], {}, {})
     assert scheduler._children == {}
     assert scheduler.blocks.moves == Moves()
-    assert (engine._requests, engine._endings, engine._gated) == ({}, {}, set())
+    assert (engine._requests, engine._endings, engine._gated, engine._on_hold) == ({}, {}, set(), set())
     assert engine._deadlines._heap == []
     sampler = engine.runner.sampler  # type: ignore[attr-defined]
     assert (sampler._counts, sampler._uids, sampler._columns) == ({}, (), None)

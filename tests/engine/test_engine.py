@@ -448,3 +448,71 @@ class TestCanary:
         engine.add(request("a", [1, 2, 3]))
         with pytest.raises(EngineBroken, match="unreachable"):
             engine.step()
+
+
+class TestHold:
+    """A request whose gate has not answered keeps its place, costs the others nothing and is not computed."""
+
+    def test_what_is_on_hold_is_not_computed_and_the_others_go_on(self) -> None:
+        engine, runner = make_engine()
+        engine.gate = lambda new: [engine.hold(one.id) for one in new if one.id == "far"]  # type: ignore[assignment]
+        requests = [request("near", [1, 2, 3], 6, ignore_eos=True), request("far", [4, 5, 6], 6, ignore_eos=True)]
+        for one in requests:
+            engine.add(one)
+        collector = Collector()
+        while "near" not in collector.finished:
+            collector.take(engine.step())
+            engine.check_integrity()
+        assert not engine.waits
+        assert not engine.step()
+        assert engine.waits
+        assert all(piece.seq.request.id == "near" for plan in runner.plans for piece in plan.slices)
+        assert engine.release("far")
+        for output in steps(engine):
+            collector.take(output)
+        assert collector.finished["far"].choices == alone(requests[1]).choices
+        expect_idle(engine)
+
+    @pytest.mark.parametrize("end", ["cancel", "drop"])
+    def test_it_can_be_ended(self, end: str) -> None:
+        engine, _ = make_engine()
+        engine.gate = lambda new: [engine.hold(one.id) for one in new]  # type: ignore[assignment]
+        engine.add(request("a", [1, 2, 3]))
+        engine.step()
+        getattr(engine, end)("a")
+        assert not engine.release("a")
+        assert len(engine.step().finished) == (end == "cancel")
+        expect_idle(engine)
+
+    def test_it_makes_way_for_what_runs(self) -> None:
+        engine, _ = make_engine(num_blocks=12, max_model_len=44)
+        expect_short_outputs(engine)
+        requests = [request("runs", [1] * 4, 40, ignore_eos=True), request("far", [2] * 20, 4, ignore_eos=True)]
+        engine.gate = lambda new: [engine.hold(one.id) for one in new if one.id == "far"]  # type: ignore[assignment]
+        finished = {}
+        for one in requests:
+            engine.add(one)
+        while "runs" not in finished:
+            finished |= {last.request_id: last for last in engine.step().finished}
+            engine.check_integrity()
+        assert finished["runs"].choices == alone(requests[0], max_model_len=44).choices
+        assert engine.release("far")
+        finished |= {last.request_id: last for output in steps(engine) for last in output.finished}
+        assert finished["far"].choices == alone(requests[1], max_model_len=44).choices
+        expect_idle(engine)
+
+    def test_a_step_that_fails_beside_it_costs_it_nothing(self) -> None:
+        engine, runner = make_engine()
+        engine.gate = lambda new: [engine.hold(one.id) for one in new if one.id == "far"]  # type: ignore[assignment]
+        runner.raises.add("bad")
+        good = request("far", [4, 5, 6], 6, ignore_eos=True)
+        engine.add(request("bad", [1, 2, 3]))
+        engine.add(good)
+        finished = {}
+        while "bad" not in finished:
+            finished |= {last.request_id: last for last in engine.step().finished}
+            engine.check_integrity()
+        engine.release("far")
+        finished |= {last.request_id: last for output in steps(engine) for last in output.finished}
+        assert finished["far"].choices == alone(good).choices
+        expect_idle(engine)

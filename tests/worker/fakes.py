@@ -123,6 +123,8 @@ class FakeEngine:
         """Every request id that ever got a token, once a token."""
         self.broken = False
         """Whether every request fails, and the canary too."""
+        self.waits = False
+        self._on_hold: set[str] = set()
         self.computing: frozenset[str] = frozenset()
         self._live: dict[str, _Live] = {}
         self._cancelled: list[str] = []
@@ -150,8 +152,17 @@ class FakeEngine:
         if request_id in self._live and request_id not in self._cancelled:
             self._cancelled.append(request_id)
 
+    def hold(self, request_id: str) -> None:
+        self._on_hold.add(request_id)
+
+    def release(self, request_id: str) -> bool:
+        known = request_id in self._on_hold and request_id in self._live and request_id not in self._cancelled
+        self._on_hold.discard(request_id)
+        return known
+
     def drop(self, request_id: str) -> None:
         self._live.pop(request_id, None)
+        self._on_hold.discard(request_id)
         if request_id in self._cancelled:
             self._cancelled.remove(request_id)
 
@@ -179,7 +190,8 @@ class FakeEngine:
         self._admit()
         finished += self._sweep()
         deltas: list[Delta] = []
-        running = [live for live in self._live.values() if live.started]
+        running = [live for live in self._live.values() if live.started and live.request.id not in self._on_hold]
+        self.waits = bool(self._on_hold) and not running
         if running and self.step_seconds:
             time.sleep(self.step_seconds)
         if running:
@@ -226,6 +238,7 @@ class FakeEngine:
     def _end(self, live: _Live, outcome: Outcome, reason: FinishReason, fault: Fault | None = None) -> Finished:
         request = live.request
         del self._live[request.id]
+        self._on_hold.discard(request.id)
         choices = tuple(
             ChoiceResult(
                 i,

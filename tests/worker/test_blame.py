@@ -287,7 +287,8 @@ class Breaking(FakeEngine):
     """Its device breaks for good in the step in which a poisoned job runs."""
 
     def step(self) -> object:  # type: ignore[override]
-        if any(live.started and live.request.prompt == [ord("!")] for live in self._live.values()):
+        running = [live.request for live in self._live.values() if live.started]
+        if any(one.prompt == [ord("!")] and one.id not in self._on_hold for one in running):
             raise RuntimeError("the device is lost")
         return super().step()
 

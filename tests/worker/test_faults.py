@@ -15,9 +15,11 @@ from producer.protocol import connection
 from producer.protocol.scripts import Scripts
 from tests.support import eventually
 from tests.worker.fakes import FakeEngine, text_of
-from tests.worker.harness import Queue, inside
+from tests.worker.harness import Inside, Queue, inside
 from worker.embedded import embedded_redis
+from worker.exits import Exit
 from worker.link import Contact, no_group, passing
+from worker.outbox import BACKLOG
 from worker.sweeper import Sweeper
 from worker.threads import Fatal, Mailbox, Stop, spawn
 
@@ -236,3 +238,85 @@ def test_a_tokenizer_that_panics_costs_its_job_and_not_the_worker(queue: Queue) 
         error = queue.check_ending(job)["error"]
         assert (error["code"], error["retryable"]) == ("engine_error", False)
         assert queue.check_ending(queue.add({"prompt": "x", "max_tokens": 1}))["status"] == "succeeded"
+
+
+def test_decoding_goes_on_while_redis_is_silent_and_starts_are_due(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a publisher nor a START that waits in its socket holds the engine up, and memory stays bounded."""
+    publish, start_all = Scripts.publish, Scripts.start_all
+    speaks = threading.Event()
+    speaks.set()
+
+    def slow_publish(self: Scripts, batch: Any) -> Any:
+        speaks.wait(30)
+        return publish(self, batch)
+
+    def slow_start(self: Scripts, starts: Any) -> Any:
+        speaks.wait(30)
+        return start_all(self, starts)
+
+    monkeypatch.setattr(Scripts, "publish", slow_publish)
+    monkeypatch.setattr(Scripts, "start_all", slow_start)
+    tokens = 5 * BACKLOG
+    engine = FakeEngine(max_num_seqs=2, capacity=4 * tokens)
+    with inside(queue, engine) as worker:
+        engine.step_seconds = 0.01
+        runs = queue.add({"prompt": "runs", "max_tokens": tokens})
+        eventually(lambda: engine.computed)
+        speaks.clear()
+        engine.step_seconds = 0.0
+        waits = queue.add({"prompt": "waits", "max_tokens": 3})
+        eventually(lambda: len(engine.computed) == tokens, 30)
+        loop = worker.worker._loop
+        assert loop is not None
+        assert loop.outbox.qsize() <= BACKLOG
+        assert not queue.client.exists(queue.keys.out(waits))
+        speaks.set()
+        assert queue.check_ending(runs)["choices"][0]["text"] == text_of(b"runs", 0, tokens)
+        assert queue.check_ending(waits)["status"] == "succeeded"
+        worker.at_rest()
+
+
+def test_a_start_whose_reply_is_late_costs_no_token_and_a_cancel_meanwhile_ends_it(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_all, late = Scripts.start_all, threading.Event()
+
+    def slow(self: Scripts, starts: Any) -> Any:
+        replies = start_all(self, starts)
+        late.wait(30)
+        return replies
+
+    monkeypatch.setattr(Scripts, "start_all", slow)
+    with inside(queue) as worker:
+        cancelled, kept = (queue.add({"prompt": name, "max_tokens": 3}) for name in ("cancelled", "kept"))
+        eventually(lambda: queue.client.exists(queue.keys.out(cancelled)))
+        queue.cancel(cancelled)
+        assert queue.check_ending(cancelled)["status"] == "cancelled"
+        assert worker.engine.computed == []
+        late.set()
+        assert queue.check_ending(kept)["choices"][0]["text"] == text_of(b"kept", 0, 3)
+        worker.at_rest()
+
+
+def test_a_drain_hands_back_what_is_started_just_then(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_all, asked, late = Scripts.start_all, threading.Event(), threading.Event()
+
+    def slow(self: Scripts, starts: Any) -> Any:
+        asked.set()
+        late.wait(30)
+        return start_all(self, starts)
+
+    monkeypatch.setattr(Scripts, "start_all", slow)
+    worker = Inside(queue).start()
+    job = queue.add({"prompt": "x", "max_tokens": 3})
+    asked.wait(10)
+    worker.signal()
+    eventually(lambda: worker.worker._gate is not None and worker.worker._gate.closed)
+    late.set()
+    assert worker.join() is Exit.OK
+    assert worker.engine.computed == []
+    with inside(queue):
+        queue.check_ending(job)
+    assert queue.client.hmget(queue.keys.job(job), "tries", "deaths") == [b"1", b"0"]

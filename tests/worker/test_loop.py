@@ -13,7 +13,8 @@ from engine.outputs import Finished, Outcome, StepOutput
 from engine.request import Request, SamplingParams
 from tests.support import eventually
 from tests.worker.fakes import FakeEngine
-from worker.loop import BACKLOG, Add, Cancel, Drop, EngineLoop
+from worker.loop import Add, Cancel, Do, Drop, EngineLoop
+from worker.outbox import BACKLOG
 from worker.results import Answer
 
 
@@ -102,10 +103,38 @@ def test_a_deferred_request_is_added_again_and_can_be_cancelled_meanwhile(runnin
     assert running.finished().outcome is Outcome.CANCELLED
 
 
-def test_an_engine_whose_outputs_nobody_takes_waits_instead_of_filling_memory() -> None:
+def test_an_engine_whose_outputs_nobody_takes_goes_on_in_bounded_memory() -> None:
     running = Running(capacity=10 * BACKLOG)
     running.loop.post(Add(request("a", 4 * BACKLOG)))
-    eventually(lambda: running.loop.outbox.full())
-    running.stop.wait(0.2)
-    assert running.engine.steps <= BACKLOG + 2
+    eventually(lambda: running.engine.steps and not running.engine.has_work)
+    outputs = []
+    while not running.loop.outbox.empty():
+        outputs.append(running.loop.outbox.get()[1])
+    assert len(outputs) <= BACKLOG
+    deltas = [delta for output in outputs if isinstance(output, StepOutput) for delta in output.deltas]
+    (last,) = [last for output in outputs if isinstance(output, StepOutput) for last in output.finished]
+    assert "".join(delta.text for delta in deltas) == last.choices[0].text
+    assert tuple(i for delta in deltas for i in delta.token_ids) == last.choices[0].token_ids
+    running.close()
+
+
+def test_while_all_is_on_hold_the_engine_sleeps_and_still_sees_deadlines() -> None:
+    running = Running()
+    held: list[str] = []
+
+    def gate(new: list[Request]) -> None:
+        for one in new:
+            held.append(one.id)
+            running.engine.hold(one.id)
+
+    running.engine.gate = gate
+    running.loop.post(Add(dataclasses.replace(request("a"), deadline=time.monotonic() + 0.3)))
+    eventually(lambda: held)
+    steps = running.engine.steps
+    assert running.finished().outcome is Outcome.EXPIRED
+    assert running.engine.steps - steps < 30
+    running.loop.post(Add(request("b")))
+    eventually(lambda: "b" in held)
+    running.loop.post(Do(lambda: running.engine.release("b")))  # type: ignore[arg-type, return-value]
+    assert running.finished().outcome is Outcome.SUCCEEDED
     running.close()
