@@ -274,7 +274,8 @@ class Engine:
         except torch.AcceleratorError:
             raise  # the device is lost: this process computes nothing more, so that nobody else is blamed
         except Exception as error:  # whatever it is, it must end one request, not all of them
-            log.exception("step_failed", requests=len(plan.slices), tokens=plan.num_tokens)
+            message = f"{type(error).__name__}: {error}"
+            log.exception("step_failed", requests=len(plan.slices), tokens=plan.num_tokens, message=message)
             self.scheduler.abandon(plan)
             self._blame(plan, error)
             return None

@@ -94,7 +94,8 @@ def test_every_metric_is_documented_with_its_labels() -> None:
 def test_every_failure_names_tests_that_exist_or_its_limit() -> None:
     section = OPERATIONS.partition("## Failures, one by one")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (\d+) \|(.+)\|$", section, re.MULTILINE)
-    assert [int(number) for number, _ in rows] == list(range(1, 49))
+    assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
+    assert len(rows) >= 50
     written = {name for path in ROOT.glob("tests/**/*.py") for name in re.findall(r"def (test_\w+)", path.read_text())}
     for number, text in rows:
         named = re.findall(r"`(test_\w+)`", text)

@@ -154,7 +154,7 @@ class Quarantine:
             try:
                 pipe.execute()
             except redis.RedisError as error:
-                log.warning("mark_not_cleared", id=job.id, error=str(error))
+                log.warning("mark_not_cleared", id=job.id, message=str(error))
 
     def _keep(self, delivery: Delivery, known: Any) -> bool:
         state, worker, deaths, cleared, lane, entry, fence, excused = known
@@ -191,7 +191,13 @@ class Quarantine:
             place = self._place
             if place is not None and place.job is None and (place.lane, place.entry) == (job.lane, job.entry):
                 place.job, job.suspect = job, True
-                log.warning("suspect_held", id=job.id, lane=job.lane, entry=job.entry, clear_after_tokens=place.mark)
+                log.warning(
+                    "suspect_held",
+                    id=job.id,
+                    lane=job.lane,
+                    entry=job.entry,
+                    message="it was running at two deaths of its workers, so it runs with no other job beside it",
+                )
 
     @property
     def taken(self) -> bool:

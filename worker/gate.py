@@ -23,6 +23,7 @@ from engine.request import Request
 from producer.protocol.errors import ErrorCode, JobError
 from producer.protocol.result import Status
 from producer.protocol.scripts import Scripts, Started, StartOptions, StartStatus
+from worker import logs
 from worker.blame import Quarantine
 from worker.held import Held, Job, new_nonce
 from worker.link import Contact, passing
@@ -153,7 +154,7 @@ class Gate:
             case StartStatus.SPENT:
                 self._answer(job, Answer.of(job.handle, gave_up(job, None)))
             case StartStatus.DUP | StartStatus.LOST | StartStatus.CAPPED:
-                log.info("job_not_started", id=job.id, why=started.status.value)
+                _log_refusal(job, started.status)
                 self._held.forget(job.handle)
                 self._loop.engine.drop(job.handle)
 
@@ -220,6 +221,17 @@ class Gate:
     def stop(self) -> None:
         """End the starter's thread after the round trip under way."""
         self._queue.put(None)
+
+
+def _log_refusal(job: Job, status: StartStatus) -> None:
+    if status is StartStatus.LOST:
+        logs.job_lost(job)
+    elif status is StartStatus.DUP:
+        message = "the id has its result, or another entry of it is live; this entry is deleted"
+        log.info("job_duplicate", id=job.id, lane=job.lane, entry=job.entry, message=message)
+    else:
+        message = f"tenant {job.who.tenant} has as many running jobs as it may; the job is handed back for a while"
+        log.debug("job_capped", id=job.id, lane=job.lane, entry=job.entry, message=message)
 
 
 def _options(job: Job) -> StartOptions:

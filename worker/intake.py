@@ -100,7 +100,7 @@ class Intake:
                     self._contact.ok()
             except redis.RedisError as error:
                 if no_group(error):
-                    log.warning("group_missing", doing="create it at 0", error=str(error))
+                    log.warning("group_missing", message=f"it is created again at 0: {error}")
                     self._recreate()
                 elif passing(error):
                     self._contact.failed("read", error)
@@ -327,4 +327,10 @@ class Intake:
         raw = delivery.fields.get(b"body", b"")
         self._scripts.reject(Ref(delivery.lane, delivery.entry, ""), raw, job_id=delivery.fields.get(b"id", b""))
         self._loop.telemetry.dead_letters.labels(ErrorCode.NO_ID.value).inc()
-        log.warning("job_without_id", lane=delivery.lane, entry=delivery.entry)
+        log.info(
+            "job_without_id",
+            lane=delivery.lane,
+            entry=delivery.entry,
+            code=ErrorCode.NO_ID.value,
+            message="the entry has no usable id, so it is in the stream of dead letters",
+        )

@@ -15,6 +15,7 @@ import structlog
 from producer.protocol.keys import LANES
 from producer.protocol.meta import Meta
 from producer.protocol.scripts import Scripts
+from worker import logs
 from worker.exits import Exit
 from worker.held import Held, Job
 from worker.link import Contact, RedisClock, no_group, passing
@@ -91,7 +92,8 @@ class Keeper:
         now = time.monotonic()
         for job in self._held.take(lambda job: job.computed and job.lease_until < now):
             self._loop.telemetry.leases_lost.inc()
-            log.warning("lease_ran_out", id=job.id, lane=job.lane, entry=job.entry, fence=job.fence)
+            message = "Redis took no renewal in time, so another worker may have the job; this one stops computing it"
+            log.warning("lease_ran_out", id=job.id, lane=job.lane, entry=job.entry, message=message)
             self._loop.post(Drop(job.handle))
             self._aborted.put(job)
 
@@ -131,7 +133,7 @@ class Keeper:
                 job.lease_until = sent + self._settings.lease_seconds
             elif not job.ending and self._held.forget(job.handle) is not None:
                 self._loop.telemetry.leases_lost.inc()
-                log.warning("job_lost", id=job.id, lane=job.lane, entry=job.entry, fence=job.fence)
+                logs.job_lost(job)
                 self._loop.post(Drop(job.handle))
         self._renew_at = sent + self._settings.lease_seconds / 3
 

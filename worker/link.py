@@ -81,7 +81,7 @@ class Contact:
             # A full Redis does some things and not others: that is one piece of news, not one a second.
             told = self._told = self._told_at is None or now - self._told_at >= REPEAT_SECONDS
             self._told_at = now if told else self._told_at
-        (log.warning if told else log.debug)("redis_unreachable", doing=doing, error=str(error))
+        (log.warning if told else log.debug)("redis_unreachable", doing=doing, message=str(error))
         self._since = None
 
     @property

@@ -7,6 +7,7 @@ is bounded by the jobs that run, since none is started while Redis is away.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -32,6 +33,7 @@ from producer.protocol.scripts import (
     TokenWrite,
     Why,
 )
+from worker import logs
 from worker.held import Chunk, Held, Job, new_nonce
 from worker.link import Contact, passing
 from worker.loop import Cancel, Drop, EngineLoop
@@ -260,7 +262,7 @@ class Publisher:
             self._held.forget(job.handle)
             self._settle(job)
             self._count_end(job, last, ending)
-            _log_end(last.result, ending)
+            _log_end(job, last.result, ending)
 
     def _count_end(self, job: Job, last: LastWord, ending: Ending) -> None:
         if ending is Ending.DUP:
@@ -276,7 +278,8 @@ class Publisher:
         """The stream lacks what we wrote: take a new fence, and write the whole text again."""
         started = self._scripts.start(job.ref, job.who, prompt_tokens=job.prompt_tokens or 0, nonce=job.nonce)
         job.nonce = new_nonce()
-        log.warning("stream_lost", id=job.id, start=started.status.value, fence=started.fence)
+        message = "Redis has lost text of the job that it had; all of it is written again"
+        log.warning("stream_lost", id=job.id, lane=job.lane, entry=job.entry, message=message)
         if started.status is StartStatus.OK:
             job.begin_again(started.fence, started.attempt)
             return
@@ -299,7 +302,7 @@ class Publisher:
     def _lose(self, job: Job) -> None:
         """Another worker has it: say nothing more of it and free its blocks."""
         self._loop.telemetry.leases_lost.inc()
-        log.warning("job_lost", id=job.id, lane=job.lane, entry=job.entry, fence=job.fence)
+        logs.job_lost(job)
         self._held.forget(job.handle)
         self._settle(job)
         self._loop.post(Drop(job.handle))
@@ -312,21 +315,27 @@ class Publisher:
         return chunk.n or 0, chunk.index, chunk.text, len(chunk.token_ids), ids, packed
 
 
-def _log_end(result: Result, ending: Ending) -> None:
+def _log_end(job: Job, result: Result, ending: Ending) -> None:
     if ending is Ending.DUP:
-        log.info("job_ended_before", id=result.id)
+        message = "the id had its result already, or another entry of it is live; this entry is deleted"
+        log.info("job_duplicate", id=job.id, lane=job.lane, entry=job.entry, message=message)
         return
-    log.info(
-        "job_ended",
-        id=result.id,
-        status=result.status.value,
-        code=result.error.code if result.error else None,
-        attempt=result.attempt,
-        prompt_tokens=result.usage.prompt_tokens,
-        completion_tokens=result.usage.completion_tokens,
-        cached_tokens=result.usage.cached_tokens,
-        queued_ms=result.timings.queued_ms,
-        first_token_ms=result.timings.first_token_ms,
-        total_ms=result.timings.total_ms,
-        traceparent=result.traceparent,
-    )
+    fields: dict[str, object] = {
+        "id": result.id,
+        "status": result.status.value,
+        "reason": result.cancel_reason,
+        "attempt": result.attempt,
+        "prompt_tokens": result.usage.prompt_tokens,
+        "completion_tokens": result.usage.completion_tokens,
+        "cached_tokens": result.usage.cached_tokens,
+        "queued_ms": result.timings.queued_ms,
+        "first_token_ms": result.timings.first_token_ms,
+        "total_ms": result.timings.total_ms,
+        "traceparent": result.traceparent,
+    }
+    level = logging.INFO
+    if error := result.error:
+        fields |= {"code": str(error.code), "cause": error.cause and str(error.cause), "message": error.message}
+        level = logs.failure_level(error.code, error.cause)
+    known = {name: value for name, value in fields.items() if value is not None}
+    log.log(level, "job_failed" if result.status is Status.FAILED else "job_ended", **known)

@@ -104,12 +104,12 @@ class Worker:
             self._watch()
             ending = self._live()
         except Fatal as error:
-            log.error(str(error))
+            log.error("worker_failed", status=error.status.value, message=str(error))
             ending = Stop(error.status)
         self._end(ending.status)
         if self.health is not None:
             self.health.close()
-        log.info("worker_ended", worker=self.name, status=ending.status.value)
+        log.info("worker_ended", worker=self.name, status=ending.status.value, reason=ending.status.name.lower())
         return ending.status
 
     def _live(self) -> Stop:
@@ -281,7 +281,7 @@ class Worker:
         def retry(job: Job, error: JobError) -> None:
             """Hand a job back that may succeed elsewhere or later; whoever reads next after the delay takes it."""
             delay = min(RETRY_BACKOFF_SECONDS * job.attempt, self.settings.lease_seconds / 2)
-            log.warning("job_retried", id=job.id, attempt=job.attempt, code=error.code.value, error=error.message)
+            log.warning("job_retried", id=job.id, attempt=job.attempt, code=error.code.value, message=error.message)
             if self.held.forget(job.handle) is not None:
                 self._yield(scripts, job, round(delay * 1000), polite=True, spare=False)
 
@@ -430,7 +430,8 @@ class Worker:
         try:
             scripts.yield_(job.ref, idle_ms=idle_ms, polite=polite, spare=spare, due_in_ms=delay_ms)
         except redis.RedisError as error:
-            log.warning("not_handed_back", id=job.id, error=str(error))
+            message = f"its lease has to run out: {error}"
+            log.warning("job_not_handed_back", id=job.id, lane=job.lane, entry=job.entry, message=message)
             return False
         return True
 

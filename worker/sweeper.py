@@ -52,14 +52,13 @@ class Sweeper:
             found += self._claim(lane, room - len(found))
         if len(found) < room:
             self._due = time.monotonic() + self._every
-        if found:
-            log.info("jobs_taken_over", count=len(found))
         return found
 
     def _claim(self, lane: str, room: int) -> list[Delivery]:
         """Page through the group's pending entries until the cursor is back at its start."""
         found: list[Delivery] = []
         cursor: Any = "0-0"
+        holders = self._holders(lane, room)
         while len(found) < room:
             cursor, entries, *_ = self._scripts.client.xautoclaim(
                 self._scripts.keys.lane(lane),
@@ -71,9 +70,28 @@ class Sweeper:
             )
             page = [Delivery(lane, entry.decode(), dict(fields or {})) for entry, fields in entries]
             ours = [one for one in page if not self._held.holds(lane, one.entry)]
-            found += self._quarantine.sift(ours, doubt=True)
+            kept = self._quarantine.sift(ours, doubt=True)
+            for one in kept:
+                self._log(one, holders.get(one.entry))
+            found += kept
             if page:  # held again: the list of what was handed back must not offer it to others
                 self._scripts.client.zrem(self._scripts.keys.returned, *(f"{lane} {one.entry}" for one in page))
             if cursor in (b"0-0", "0-0"):
                 break
         return found
+
+    def _holders(self, lane: str, room: int) -> dict[str, str]:
+        """Who holds the entries of a lane that show no sign of life."""
+        rows: Any = self._scripts.client.xpending_range(
+            self._scripts.keys.lane(lane), GROUP, "-", "+", room, idle=round(self._lease_seconds * 1000)
+        )
+        return {row["message_id"].decode(): row["consumer"].decode() for row in rows}
+
+    def _log(self, one: Delivery, holder: str | None) -> None:
+        job_id = one.fields.get(b"id", b"").decode("utf-8", "replace")[:128]
+        fields = {"id": job_id, "lane": one.lane, "entry": one.entry}
+        if holder == self._scripts.consumer:
+            log.info("job_found_again", **fields, message="this worker held it already; the reply of a read was lost")
+            return
+        message = "its worker has shown no sign of life for a lease"
+        log.warning("job_taken_over", **fields, **({"worker": holder} if holder else {}), message=message)

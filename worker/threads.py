@@ -78,7 +78,7 @@ def spawn(name: str, target: Callable[[], None], mailbox: Mailbox) -> threading.
     """Start a daemon thread whose death by an exception is logged and ends the worker."""
 
     def end(error: Fatal) -> None:
-        log.error(str(error), thread=name)
+        log.error("worker_failed", thread=name, status=int(error.status), message=str(error))
         mailbox.put(Stop(error.status))
 
     def guarded() -> None:
@@ -90,7 +90,7 @@ def spawn(name: str, target: Callable[[], None], mailbox: Mailbox) -> threading.
             if isinstance(error, RedisError) and refused(error):
                 end(Fatal.refused(error))
                 return
-            log.exception("a thread of the worker died", thread=name)
+            log.exception("thread_died", thread=name)
             mailbox.put(Stop(Exit.ERROR))
 
     thread = threading.Thread(target=guarded, name=name, daemon=True)

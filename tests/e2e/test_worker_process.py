@@ -154,7 +154,7 @@ def test_sigterm_while_redis_is_away_ends_in_bounded_time(own: Queue, own_redis:
     own_redis.kill()
     worker.popen.terminate()
     assert worker.wait(25) == Exit.OK
-    assert "not_handed_back" in worker.log
+    assert "job_not_handed_back" in worker.log
 
 
 @pytest.mark.redis_server
