@@ -221,7 +221,8 @@ class Engine:
         """One step. Deltas and last words of everything that moved; an empty output is legal.
 
         Raises:
-            EngineBroken: a request failed, and so does the canary. No ending is reported for that request.
+            EngineBroken: a request failed, and so does the canary; or blocks cannot be copied. No request is to blame,
+                and no ending is reported for the failed one.
             torch.AcceleratorError: the device is lost.
         """
         deltas: list[Delta] = []
@@ -231,7 +232,7 @@ class Engine:
         self._apply_endings(deltas, finished)
         plan = self._plan_under_way = self._plan(deltas, finished)
         if plan.moves:
-            self.runner.move(plan)
+            self._move(plan)
         self.scheduler.moved()
         if plan.slices:
             self._steps += 1
@@ -244,6 +245,14 @@ class Engine:
             self._in_doubt = False
             self.check()
         return StepOutput(tuple(deltas), tuple(finished))
+
+    def _move(self, plan: Plan) -> None:
+        try:
+            self.runner.move(plan)
+        except torch.AcceleratorError:
+            raise  # of a kernel before: the device is lost
+        except Exception as error:
+            raise EngineBroken(f"blocks cannot be copied: {type(error).__name__}: {error}") from error
 
     def _plan(self, deltas: list[Delta], finished: list[Finished]) -> Plan:
         """Schedule, and ask the gate about those who run for the first time."""

@@ -106,7 +106,7 @@ class Worker:
         except Fatal as error:
             log.error("worker_failed", status=error.status.value, message=str(error))
             ending = Stop(error.status)
-        self._end(ending.status)
+        ending = Stop(self._end(ending.status))
         if self.health is not None:
             self.health.close()
         log.info("worker_ended", worker=self.name, status=ending.status.value, reason=ending.status.name.lower())
@@ -319,8 +319,11 @@ class Worker:
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _end(self, status: Exit) -> None:
-        """Stop reading, hand back what waits, let what runs finish if all is well, hand back the rest, end threads."""
+    def _end(self, status: Exit) -> Exit:
+        """Stop reading, hand back what waits, let what runs finish if all is well, hand back the rest, end threads.
+
+        Returns the exit status: that of a thread that died in the drain, else `status`.
+        """
         drain = status is Exit.OK
         self._stop_intake.set()
         if self._gate is not None:
@@ -333,7 +336,7 @@ class Worker:
                 self._excuse()
             self._hand_back(lambda job: job.phase is Phase.WAITING)
             if drain:
-                self._drain()
+                status = self._drain()
             self._draining = False
             blamed = self._blamed(status)
             self._hand_back(blamed, polite=False)
@@ -356,6 +359,7 @@ class Worker:
                 self._keeper.leave()
         for client in self._clients:
             client.close()
+        return status
 
     def _excuse(self) -> None:
         """Say in Redis that this worker was told to end: if it is killed before its jobs end, they are not to blame.
@@ -387,8 +391,8 @@ class Worker:
         while len(self.held) and time.monotonic() < deadline:
             self.mailbox.get(timeout=0.02)
 
-    def _drain(self) -> None:
-        """Until nothing is held, time is up, a second signal comes, or a thread dies."""
+    def _drain(self) -> Exit:
+        """Until nothing is held, time is up, a second signal comes, or a thread dies: then its status, else OK."""
         deadline = time.monotonic() + self.settings.drain_seconds
         while len(self.held) and time.monotonic() < deadline:
             note = self.mailbox.get(timeout=0.02)
@@ -396,10 +400,11 @@ class Worker:
                 self._keeper.abort_expired()
             if isinstance(note, Signal):
                 log.info("drain_cut_short", held=len(self.held))
-                return
+                break
             if isinstance(note, Stop) and note.status is not Exit.OK:
-                return
+                return note.status
             self._hand_back(lambda job: job.phase is Phase.WAITING)  # what the last read brought
+        return Exit.OK
 
     def _hand_back(self, wanted: Callable[[Job], bool], polite: bool = True) -> None:
         """Give entries back to the queue, so that another worker takes them at its next sweep.

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- The worker of this running job was told to end: if it ends before the job, by whatever signal, that is not the job's fault.
 -- KEYS lane job returned
 -- ARGV consumer-group entry consumer lane-name

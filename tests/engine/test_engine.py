@@ -516,3 +516,15 @@ class TestHold:
         finished |= {last.request_id: last for output in steps(engine) for last in output.finished}
         assert finished["far"].choices == alone(good).choices
         expect_idle(engine)
+
+
+def test_blocks_that_cannot_be_copied_are_no_requests_fault() -> None:
+    engine, runner = make_engine()
+    engine.add(request("a", [1, 2, 3], n=2))
+
+    def full(plan: Plan) -> None:
+        raise OSError("no space left on the swap file's device")
+
+    runner.move = full  # type: ignore[method-assign]
+    with pytest.raises(EngineBroken, match="no space left"):
+        list(steps(engine))

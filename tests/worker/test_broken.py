@@ -81,3 +81,30 @@ def test_when_a_thread_dies_that_computes_nothing_no_job_is_to_blame(queue: Queu
             setattr(worker.worker.held, call, bug)
             assert worker.join() is Exit.ERROR
     assert queue.client.hmget(queue.keys.job(job), "tries", "deaths") == [b"0", b"0"]
+
+
+def test_an_engine_that_breaks_in_a_drain_shows_in_the_exit_status(queue: Queue) -> None:
+    engine = FakeEngine(step_seconds=0.01)
+    worker = Inside(queue, engine, lease_seconds="1", drain_seconds="60").start()
+    job = queue.add({"prompt": "x", "max_tokens": 250})
+    eventually(lambda: engine.computed)
+    worker.signal()
+    eventually(lambda: queue.client.hexists(queue.keys.job(job), "excused"))
+    engine.broken = True
+    assert worker.join() is Exit.BROKEN
+    assert queue.client.hmget(queue.keys.job(job), "tries", "deaths", "excused") == [b"0", b"0", None]
+
+
+def test_a_job_whose_engine_dies_in_a_drain_is_to_blame(queue: Queue) -> None:
+    """It is no supervisor that ended this process."""
+    engine = FakeEngine(step_seconds=0.01)
+    worker = Inside(queue, engine, lease_seconds="1", drain_seconds="60").start()
+    job = queue.add({"prompt": "x", "max_tokens": 250})
+    eventually(lambda: engine.computed)
+    worker.signal()
+    eventually(lambda: queue.client.hexists(queue.keys.job(job), "excused"))
+    engine._advance = lambda live: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    assert worker.join() is Exit.ERROR
+    with inside(queue, lease_seconds="1"):
+        queue.check_ending(job)
+    assert queue.client.hmget(queue.keys.job(job), "tries", "deaths") == [b"2", b"1"]
