@@ -13,7 +13,7 @@ from engine.request import Request, SamplingParams
 from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.text import Decode, TextStream
+from engine.text import TextStream, TokenBytes
 
 CANARY_ID = "canary"
 CANARY_TOKENS = 4
@@ -25,10 +25,10 @@ TEMPERATURES = (0.0, 1.0)
 class Canary:
     """Owns no block between two runs, and takes no part in scheduling."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, decode: Decode, prompt: Seq[int]) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, token_bytes: TokenBytes, prompt: Seq[int]) -> None:
         self._scheduler = scheduler
         self._runner = runner
-        self._decode = decode
+        self._token_bytes = token_bytes
         self._prompt = tuple(prompt)
 
     def run(self) -> str | None:
@@ -36,7 +36,7 @@ class Canary:
         for temperature in TEMPERATURES:
             params = SamplingParams(max_tokens=CANARY_TOKENS, temperature=temperature, seed=0, ignore_eos=True)
             request = Request(CANARY_ID, self._prompt, params)
-            seq = Sequence(request, 0, TextStream(self._decode))
+            seq = Sequence(request, 0, TextStream(self._token_bytes))
             try:
                 wrong = self._generate(seq)
             except BaseException as error:  # noqa: BLE001 - a panic of the Rust tokenizer is no Exception

@@ -85,7 +85,7 @@ class Engine:
         self._on_hold: set[str] = set()
         self.waits = False
         """Whether the last step computed nothing since all that could run is on hold."""
-        self._canary = Canary(self.scheduler, runner, decode, canary)
+        self._canary = Canary(self.scheduler, runner, token_bytes, canary)
         self._plan_under_way = Plan()
         self._suspects: deque[str] = deque()
         """Requests of a step that raised: each next step runs one of them alone, to find which one it was."""

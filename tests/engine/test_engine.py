@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence as Seq
 
 import pytest
 import torch
@@ -426,14 +425,14 @@ class TestCanary:
             """As pyo3 raises what Rust panics with."""
 
         engine, _ = make_engine()
-        decode_all, bad = engine._decode, request("bad", [1, 2, 3], 5, ignore_eos=True)
+        token_bytes, bad = engine._token_bytes, request("bad", [1, 2, 3], 5, ignore_eos=True)
 
-        def panics(ids: Seq[int], skip: bool) -> str:
+        def panics(token: int, skip: bool) -> bytes:
             raise Panic("unreachable")
 
-        engine._decode = panics
+        engine._token_bytes = panics
         engine.add(bad)
-        engine._decode = decode_all
+        engine._token_bytes = token_bytes
         finished = run(engine, request("good", [1, 2, 3], 5, ignore_eos=True))
         assert (finished["bad"].outcome, finished["bad"].fault) == (Outcome.FAILED, Fault.INTERNAL)
         assert finished["good"].outcome is Outcome.SUCCEEDED
@@ -441,10 +440,10 @@ class TestCanary:
     def test_a_detokeniser_that_fails_for_everybody_breaks_the_engine(self) -> None:
         engine, _ = make_engine()
 
-        def panics(ids: Seq[int], skip: bool) -> str:
+        def panics(token: int, skip: bool) -> bytes:
             raise RuntimeError("unreachable")
 
-        engine._decode = engine._canary._decode = panics
+        engine._token_bytes = engine._canary._token_bytes = panics
         engine.add(request("a", [1, 2, 3]))
         with pytest.raises(EngineBroken, match="unreachable"):
             engine.step()
