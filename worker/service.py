@@ -104,7 +104,7 @@ class Worker:
             self._watch()
             ending = self._live()
         except Fatal as error:
-            log.error("worker_failed", status=error.status.value, message=str(error))
+            log.error("worker_failed", status=int(error.status), message=str(error))
             ending = Stop(error.status)
         ending = Stop(self._end(ending.status))
         if self.health is not None:

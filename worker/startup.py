@@ -57,7 +57,7 @@ class Startup:
                 raise Fatal.refused(error) from error
             if not passing(error):
                 raise Fatal(Exit.REFUSED, f"the queue cannot be used: {error}") from error
-            log.warning("redis_unreachable", redis=redact(self._settings.redis), error=str(error))
+            log.warning("redis_unreachable", redis=redact(self._settings.redis), message=str(error))
             return False
         return True
 
