@@ -33,7 +33,8 @@ def test_a_worker_that_is_broken_from_the_start_reads_nothing(queue: Queue) -> N
     worker._thread.start()
     assert worker.join() is Exit.BROKEN
     assert not queue.client.exists(queue.keys.job(job), queue.keys.worker(worker.worker.name))
-    assert queue.client.xinfo_groups(queue.keys.lane("normal")) == []
+    assert queue.pending() == 0
+    assert queue.client.xinfo_consumers(queue.keys.lane("normal"), "workers") == []
 
 
 def test_a_broken_worker_is_not_ready(queue: Queue) -> None:
