@@ -20,6 +20,7 @@ from bench import pressure as pressure_bench
 from bench import publish as publish_bench
 from bench import quality as quality_bench
 from bench import scheduler as scheduler_bench
+from bench import startup as startup_bench
 from bench.workloads import WORKLOADS, Item
 from kernels import native
 from worker.cli import settings_from
@@ -108,6 +109,15 @@ def quality(
 ) -> None:
     """Perplexity of fp32, bf16 and int8 on the same text, and how far the latter two are from the first."""
     quality_bench.report(model, windows, length)
+
+
+@app.command()
+def startup(
+    model: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "smollm2-135m",
+    rounds: Annotated[int, typer.Option(min=1, help="Measured runs of each kind; they alternate.")] = 3,
+) -> None:
+    """CPU time until a worker is ready, beside that of `import torch`."""
+    startup_bench.report(model, rounds)
 
 
 @app.command()

@@ -200,10 +200,11 @@ def tiny_model(folder: Path, name: str) -> tuple[str, Any]:
 
 def demo_file() -> Path:
     """The file of the demo model."""
-    from engine.models.loading import LoadError, _demo_file
+    from engine.models import files
+    from engine.models.weights import LoadError
 
     try:
-        return _demo_file()
+        return files.demo_file()
     except LoadError as error:
         raise Skip(str(error)) from error
 

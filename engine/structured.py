@@ -14,7 +14,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import llguidance
-import llguidance.torch
+import llguidance.numpy  # not llguidance.torch, whose import starts torch's compiler: seconds
 import orjson
 import torch
 from torch import Tensor
@@ -98,10 +98,10 @@ class GuidanceMatcher:
 
     def fill(self, mask: Tensor, row: int) -> None:
         if mask.shape[1] == self._words:
-            llguidance.torch.fill_next_token_bitmask(self._matcher, mask, row)
+            llguidance.numpy.fill_next_token_bitmask(self._matcher, mask.numpy(), row)
             return
         whole = torch.zeros((1, self._words), dtype=torch.int32)  # a tokenizer may know more ids than the model has
-        llguidance.torch.fill_next_token_bitmask(self._matcher, whole)
+        llguidance.numpy.fill_next_token_bitmask(self._matcher, whole.numpy())
         mask[row] = whole[0, : mask.shape[1]]
 
     def accept(self, token: int) -> bool:
@@ -225,7 +225,7 @@ def apply_masks(logits: Tensor, matchers: dict[int, Matcher]) -> None:
     if not matchers:
         return
     rows = list(matchers)
-    mask = llguidance.torch.allocate_token_bitmask(len(rows), logits.shape[-1])
+    mask = torch.full((len(rows), -(-logits.shape[-1] // 32)), -1, dtype=torch.int32)
     for i, matcher in enumerate(matchers.values()):
         matcher.fill(mask, i)
     mask = mask.to(logits.device)

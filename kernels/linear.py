@@ -160,21 +160,18 @@ class _Packed:
         outputs, self._inputs = weight.shape
         self._outputs = outputs // 2 if gated else outputs
         self._gated = gated
-        if gated:  # panels of gates and of ups take turns
-            weight = _interleave(weight)
+        if gated:
             bias = None if bias is None else _interleave(bias)
-        weight = _padded(weight)
+        else:
+            weight = _padded(weight)
         self._int8 = int8
         self._scales = self._offsets = None
         if int8:
-            weight, self._scales = _quantized(weight)
-            self._offsets = weight.sum(1, dtype=torch.int32) * 128
-        lanes = 4 if int8 else 2
-        self._steps = self._inputs // lanes
-        panels = weight.view(-1, _PANEL, self._steps, lanes).transpose(1, 2)
-        self._weight = torch.empty(panels.shape, dtype=panels.dtype)
-        native.huge_pages(self._weight)
-        self._weight.copy_(panels)
+            weight, scales = _quantized(weight)
+            offsets = weight.sum(1, dtype=torch.int32) * 128
+            self._scales, self._offsets = (_interleave(x) if gated else x for x in (scales, offsets))
+        self._weight = _panels(weight, gated)
+        self._steps = self._weight.shape[1]
         self._bias = None if bias is None else _padded(bias.float())
         self._library: Any = native.library()
         self._pointers = tuple(
@@ -212,6 +209,20 @@ def _native(dtype: torch.dtype) -> Any | None:
     """The compiled kernels, if they multiply this type."""
     library = native.library()
     return library if library is not None and dtype == torch.bfloat16 and library.tm_has_matmul() else None
+
+
+def _panels(weight: Tensor, gated: bool) -> Tensor:
+    """bf16 or int8 `[out, in]` as the product reads it, int32 `[panels, in / lanes, PANEL]`: each is the few numbers of
+    an output that it multiplies at once. Panels of gates and of ups take turns."""
+    words = weight.contiguous().view(torch.int32)  # [out, steps]
+    count, steps = words.shape[0] // _PANEL, words.shape[1]
+    panels = torch.empty((count, steps, _PANEL), dtype=torch.int32)
+    native.huge_pages(panels)
+    if gated:
+        panels.view(-1, 2, steps, _PANEL).copy_(words.view(2, -1, _PANEL, steps).permute(1, 0, 3, 2))
+    else:
+        panels.copy_(words.view(-1, _PANEL, steps).transpose(1, 2))
+    return panels
 
 
 def _interleave(x: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def weights_size(model: str) -> str:
     try:
         if path is None or not path.exists():
             return "unknown: no file or folder here"
-        files = [file for file in path.iterdir() if file.suffix in _WEIGHTS] if path.is_dir() else [path]
+        files = [file for file in path.iterdir() if file.suffix.lower() in _WEIGHTS] if path.is_dir() else [path]
         size = float(sum(file.stat().st_size for file in files))
     except OSError as error:
         return f"unknown: {error.strerror}"
@@ -124,7 +124,10 @@ def load(settings: Settings) -> Loaded:
     try:
         engine, model = build_engine(settings.model_options(), settings.engine_config(), cache)
     except (LoadError, ValueError, MemoryError, RuntimeError) as error:
-        raise Fatal(Exit.LOAD, f"cannot load {settings.model}: {error}") from error
+        raise Fatal(Exit.LOAD, f"cannot load {settings.model}: {_line(error)}") from error
+    except Exception as error:  # files that no check foresaw: the operator needs the name of the model, not a traceback
+        log.debug("load_failed", exc_info=True)
+        raise Fatal(Exit.LOAD, f"cannot load {settings.model}: {type(error).__name__}: {_line(error)}") from error
     model.tokenizer.special_tokens_in_messages = settings.special_tokens_in_messages
     _trim()
     facts = _backend(model.implementation, model.implementation_reason) | _memory(engine.runner)
@@ -157,3 +160,7 @@ def _memory(runner: Runner) -> dict[str, str | int]:
         grows = sum(part.nbytes for part in (runner.pool, runner.host) if part.device.type == "cpu")
         facts |= {"memory_mib": resident >> 20, "memory_full_mib": (resident + grows) >> 20}
     return facts
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

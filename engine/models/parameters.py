@@ -128,8 +128,8 @@ class _Builder:
     ) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of projections (names and output sizes) that read the same input, one below the other."""
         take = self.tensors.take
-        weight = torch.cat([take(f"{prefix}.{name}.weight", (size, inputs)) for name, size in parts])
-        return weight, torch.cat([take(f"{prefix}.{name}.bias", (size,)) for name, size in parts]) if bias else None
+        weight = _joined([take(f"{prefix}.{name}.weight", (size, inputs)) for name, size in parts])
+        return weight, _joined([take(f"{prefix}.{name}.bias", (size,)) for name, size in parts]) if bias else None
 
     def _linear(self, prefix: str, parts: Sequence[tuple[str, int]], inputs: int, *, bias: bool) -> Linear:
         return Linear(*self._weights(prefix, parts, inputs, bias), int8=self.int8)
@@ -181,6 +181,10 @@ class _Builder:
         for i in range(count):
             gate_up, _ = self._weights(f"{prefix}.{i}", [("gate_proj", inner), ("up_proj", inner)], hidden, False)
             yield gate_up, take(f"{prefix}.{i}.down_proj.weight", (hidden, inner))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _rotary_order(config: DecoderConfig) -> Tensor:

@@ -7,13 +7,16 @@ under keys that are cached already.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from engine.models.gguf_config import GgufConfig
 
 _YARN = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
 ROPE_KEYS: dict[str, set[str]] = {
@@ -27,14 +30,14 @@ ROPE_KEYS: dict[str, set[str]] = {
 """The kinds of rope scaling and the keys that each reads."""
 
 
-def rotary_dim(config: PretrainedConfig) -> int:
+def rotary_dim(config: PretrainedConfig | GgufConfig) -> int:
     """How many numbers of a head are rotated: all, unless the config says `partial_rotary_factor`."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(head_dim * (config.rope_parameters.get("partial_rotary_factor") or 1.0))
 
 
 def inverse_frequencies(
-    config: PretrainedConfig, max_model_len: int, layer_type: str | None = None
+    config: PretrainedConfig | GgufConfig, max_model_len: int, layer_type: str | None = None
 ) -> tuple[Tensor, float]:
     """Rotary frequencies, and the factor that cosine and sine are multiplied with.
 
@@ -47,8 +50,11 @@ def inverse_frequencies(
     rope: dict[str, Any] = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     kind = rope.get("rope_type", "default")
     if kind != "default":
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # late: it takes a second
+
+        make: Any = getattr(config, "pretrained", None)
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](
-            config, torch.device("cpu"), seq_len=max_model_len, layer_type=layer_type
+            config if make is None else make(), torch.device("cpu"), seq_len=max_model_len, layer_type=layer_type
         )
         return frequencies.float(), float(factor)
     dim = rotary_dim(config)
@@ -72,7 +78,7 @@ def rotary_table(frequencies: Tensor, factor: float, length: int, pairs: int | N
     return F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))
 
 
-def position_limit(config: PretrainedConfig) -> int:
+def position_limit(config: PretrainedConfig | GgufConfig) -> int:
     """The longest sequence that the rope of this config is made for, in tokens."""
     limit = int(config.max_position_embeddings)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}

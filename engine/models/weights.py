@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -13,7 +14,10 @@ from torch import Tensor
 
 
 class LoadError(Exception):
-    """The model can't be loaded; the message says why, for whoever chose it."""
+    """The model can't be loaded; the message says why in one line, for the operator who chose the model."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
 
 
 class Checkpoint(Protocol):
@@ -21,49 +25,113 @@ class Checkpoint(Protocol):
 
     def names(self) -> set[str]: ...
 
-    def load(self, name: str) -> Tensor:
-        """The tensor as it is stored (dequantised where it was quantised)."""
+    def load(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The tensor as it is stored, or in `dtype` where it was quantised."""
         ...
 
 
 class SafetensorsCheckpoint:
-    """The `*.safetensors` of a directory: one file, or shards with an index.
+    """The safetensors of a directory: one file, or shards.
 
     Raises:
         LoadError: no such files, a shard is missing, or a file is broken.
     """
 
     def __init__(self, directory: Path) -> None:
-        self._files = _index(directory)
+        self._files = safetensors_files(directory)
         self._open: dict[Path, safe_open] = {}
 
     def names(self) -> set[str]:
         return set(self._files)
 
-    def load(self, name: str) -> Tensor:
+    def load(self, name: str, dtype: torch.dtype) -> Tensor:
         path = self._files[name]
         if path not in self._open:
             self._open[path] = _open(path)
-        tensor: Tensor = self._open[path].get_tensor(name)  # type: ignore[no-untyped-call]
+        try:
+            tensor: Tensor = self._open[path].get_tensor(name)  # type: ignore[no-untyped-call]
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise LoadError(f"{path}: tensor {name!r} can't be read: {error}") from error
         return tensor
 
 
-def _index(directory: Path) -> dict[str, Path]:
-    """Which file holds which tensor."""
-    index = directory / "model.safetensors.index.json"
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
+_OTHER_WEIGHTS = {
+    "adapter_model.safetensors": "an adapter (LoRA), which is not applied here",
+    "consolidated.safetensors": "weights in Mistral's own format",
+}
+"""Files that lie beside a model's weights and are none of them."""
+
+
+def safetensors_files(directory: Path) -> dict[str, Path]:
+    """Which file of a model's directory holds which tensor: `model.safetensors`, or else the shards, as transformers.
+
+    Raises:
+        LoadError: there are none, a shard is missing, or a file is broken; the message names it.
+    """
+    single, index = directory / "model.safetensors", directory / SAFETENSORS_INDEX
+    if single.exists():
+        return _names_in([single])
     if index.exists():
-        try:
-            files = {name: directory / file for name, file in json.loads(index.read_bytes())["weight_map"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise LoadError(f"{index} is not a safetensors index: {error}") from error
-        missing = sorted({path.name for path in files.values() if not path.exists()})
-        if missing:
-            raise LoadError(f"{directory} lacks the shards {', '.join(missing)}")
-        return files
-    paths = sorted(directory.glob("*.safetensors"))
+        return _indexed(index)
+    paths = sorted(path for path in directory.glob("*.safetensors") if path.name not in _OTHER_WEIGHTS)
     if not paths:
-        raise LoadError(f"{directory} has no *.safetensors file")
-    return {name: path for path in paths for name in _keys(path)}
+        raise LoadError(f"{directory} has no *.safetensors file{_what_else(directory)}")
+    shards = [_SHARD.fullmatch(path.name) for path in paths]
+    if len({shard and (shard[1], shard[3]) for shard in shards}) > 1 or (len(paths) > 1 and shards[0] is None):
+        raise LoadError(f"{directory} holds several models: {', '.join(path.name for path in paths)}")
+    if (shard := shards[0]) is not None:
+        wanted = {f"{shard[1]}-{n:05d}-of-{shard[3]}.safetensors" for n in range(1, int(shard[3]) + 1)}
+        _refuse_missing(directory, wanted - {path.name for path in paths})
+    return _names_in(paths)
+
+
+def _indexed(index: Path) -> dict[str, Path]:
+    check_not_pointer(index)
+    directory = index.parent
+    try:
+        listed = json.loads(index.read_bytes())["weight_map"]
+        files = {str(name): directory / file for name, file in listed.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise LoadError(f"{index} is not a safetensors index: {error}") from error
+    if not files:
+        raise LoadError(f"{index} lists no tensors")
+    _refuse_missing(directory, {path.name for path in files.values() if not path.exists()})
+    held = {path: set(_keys(path)) for path in sorted(set(files.values()))}
+    for name, path in files.items():
+        if name not in held[path]:
+            raise LoadError(f"{path} lacks tensor {name!r}, which {index.name} says is there")
+    return {name: path for path, names in held.items() for name in names} | files
+
+
+def _refuse_missing(directory: Path, names: set[str]) -> None:
+    if names:
+        raise LoadError(f"{directory} lacks the shards {', '.join(sorted(names))}")
+
+
+def _what_else(directory: Path) -> str:
+    """What a directory without weights holds instead, for a message."""
+    for name, what in _OTHER_WEIGHTS.items():
+        if (directory / name).exists():
+            return f" of a model; {name} holds {what}"
+    pickles = sorted([*directory.glob("*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")])
+    return f", only {pickles[0].name}: convert it to safetensors" if pickles else ""
+
+
+def _names_in(paths: list[Path]) -> dict[str, Path]:
+    """The tensors of these files.
+
+    Raises:
+        LoadError: a file is broken, or two hold the same tensor.
+    """
+    found: dict[str, Path] = {}
+    for path in paths:
+        for name in _keys(path):
+            if name in found:
+                raise LoadError(f"{path} holds tensor {name!r}, and so does {found[name].name}")
+            found[name] = path
+    return found
 
 
 def _keys(path: Path) -> list[str]:
@@ -75,9 +143,21 @@ def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
+        check_not_pointer(path)
         raise LoadError(f"{path} can't be read: {error}") from error
 
 
+def check_not_pointer(path: Path) -> None:
+    """
+    Raises:
+        LoadError: the file is not what its name says, but what Git LFS leaves in its place.
+    """
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise LoadError(f"{path} is only a pointer of Git LFS to the file: run `git lfs pull` in its directory")
+
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _IGNORABLE = re.compile(r"rotary_emb\.inv_freq$|self_attn\.(masked_)?bias$")
 """Buffers that old checkpoints carry and that are computed here."""
 
@@ -97,22 +177,23 @@ class ParameterStore:
     def has(self, name: str) -> bool:
         return name in self._names
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One tensor.
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """One tensor, in the model's dtype or in `dtype`.
 
         Raises:
             LoadError: it is missing or has another shape.
         """
         if name not in self._names:
             raise LoadError(f"the checkpoint has no tensor {name!r}")
-        tensor = self._checkpoint.load(name)
+        dtype = dtype or self._dtype
+        tensor = self._checkpoint.load(name, dtype)
         if tuple(tensor.shape) != shape:
             raise LoadError(f"tensor {name!r} has shape {list(tensor.shape)}; the config asks for {list(shape)}")
         if not tensor.is_floating_point():
             raise LoadError(f"tensor {name!r} is stored as {tensor.dtype}, a quantisation that is not read here")
         self._taken.add(name)
         self.num_parameters += tensor.numel()
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor.to(device=self._device, dtype=dtype)
 
     def finish(self) -> None:
         """

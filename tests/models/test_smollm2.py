@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from engine.config import ModelOptions
+from engine.models.files import demo_file
 from engine.models.gguf import GgufFile
-from engine.models.loading import LoadedModel, _demo_file, load_model
+from engine.models.loading import LoadedModel, load_model
 from tests.models.driver import Driver
 from tests.models.reference import Reference, near_ties
 
@@ -27,11 +28,11 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def reference() -> Reference:
-    return Reference.of_gguf(_demo_file())
+    return Reference.of_gguf(demo_file())
 
 
 def test_every_weight_equals_transformers_own_reading(reference: Reference) -> None:
-    file, theirs = GgufFile(_demo_file()), reference.weights
+    file, theirs = GgufFile(demo_file()), reference.weights
     assert file.names() == set(theirs)
     for name in file.names():
         assert torch.equal(file.load(name), theirs[name]), name

