@@ -23,6 +23,7 @@ COPY pyproject.toml constraints.txt deploy/requirements.py ./
 # Our own package, with the compiled kernels. Their build may fail quietly, since they are optional: not here.
 FROM build AS wheel
 COPY README.md LICENSE ./
+COPY tokenmill/ tokenmill/
 COPY producer/ producer/
 COPY worker/ worker/
 COPY engine/ engine/
@@ -78,7 +79,7 @@ ENV HF_HOME=/cache/huggingface XDG_CACHE_HOME=/cache TRITON_CACHE_DIR=/cache/tri
 ENV TOKENMILL_HTTP_HOST=0.0.0.0 TOKENMILL_HTTP_PORT=9090 TOKENMILL_LOG_FORMAT=json
 EXPOSE 9090
 USER 10001
-HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --retries=3 CMD ["python", "-m", "worker.probe"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --retries=3 CMD ["python", "-m", "worker.ops.probe"]
 CMD ["tokenmill", "worker"]
 
 FROM worker-runtime AS worker-cuda

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from engine.build import CacheOptions, build_engine
 from engine.config import EngineConfig, ModelOptions
 from engine.engine import Engine
-from engine.plan import Plan
-from engine.policy import Ints, OutputLengths
 from engine.request import Request, SamplingParams
 from engine.runner import Runner
-from engine.sampler import Sampled
+from engine.sampling.sampler import Sampled
+from engine.scheduling.plan import Plan
+from engine.scheduling.policy import Ints, OutputLengths
 
 
 class Oracle(OutputLengths):

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.outputs import StepOutput
-from producer.protocol.connection import command_client
-from producer.protocol.keys import Keys
 from tests.support import eventually, running_redis
 from tests.worker.fakes import FakeEngine
 from tests.worker.harness import Inside, Queue
+from tokenmill.protocol.connection import command_client
+from tokenmill.protocol.keys import Keys
 from worker.loading import settle_heap
 
 BUDGET_US = 8.0

@@ -21,11 +21,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.measure import Run
 from bench.workloads import Item
-from producer.protocol.connection import blocking_client, command_client
-from producer.protocol.keys import Keys
-from producer.protocol.result import Result, Status
 from tests.support import eventually, free_port, running_redis
-from worker.child import WorkerProcess, worker_process
+from tokenmill.protocol.connection import blocking_client, command_client
+from tokenmill.protocol.keys import Keys
+from tokenmill.protocol.result import Result, Status
+from worker.demo.child import WorkerProcess, worker_process
 
 QUEUE = "bench"
 POLL = 0.1

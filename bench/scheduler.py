@@ -7,9 +7,9 @@ import time
 
 from engine.config import EngineConfig
 from engine.request import Request, SamplingParams
-from engine.scheduler import Scheduler
+from engine.sampling.text import TextStream
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.text import TextStream
 
 
 def _request(number: int, prompt: int, output: int) -> Request:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.support import eventually, running_redis
-from worker.child import WorkerProcess, worker_process
+from worker.demo.child import WorkerProcess, worker_process
 
 
 def report(model: str, rounds: int) -> float:

@@ -13,9 +13,9 @@ from engine.config import EngineConfig, ModelOptions
 from engine.engine import Engine
 from engine.memory import available_bytes, default_host_bytes, default_pool_blocks
 from engine.models.loading import ASKED_FOR, LoadedModel, load_model
-from engine.policy import PreemptionCost
 from engine.runner import ModelRunner
-from engine.sampler import Sampler
+from engine.sampling.sampler import Sampler
+from engine.scheduling.policy import PreemptionCost
 from kernels.attention import AttentionBackend, get_backend
 
 log = structlog.get_logger()

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from engine.plan import Plan, Slice
 from engine.request import Request, SamplingParams
 from engine.runner import Runner
-from engine.scheduler import Scheduler
+from engine.sampling.text import TextStream, TokenBytes
+from engine.scheduling.plan import Plan, Slice
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.text import TextStream, TokenBytes
 
 CANARY_ID = "canary"
 CANARY_TOKENS = 4

@@ -14,16 +14,16 @@ import torch
 
 from engine.canary import Canary
 from engine.config import EngineConfig
-from engine.deadlines import Deadlines
 from engine.outputs import ChoiceResult, Delta, EngineBroken, EngineStats, Fault, Finished, Outcome, StepOutput
-from engine.plan import Plan
-from engine.policy import PreemptionCost
 from engine.request import InvalidRequest, PromptTooLong, Request
 from engine.runner import Runner
-from engine.sampler import Sampled
-from engine.scheduler import Scheduler
+from engine.sampling.sampler import Sampled
+from engine.sampling.text import TextStream, TokenBytes
+from engine.scheduling.deadlines import Deadlines
+from engine.scheduling.plan import Plan
+from engine.scheduling.policy import PreemptionCost
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence, SequenceStatus
-from engine.text import TextStream, TokenBytes
 
 log = structlog.get_logger()
 

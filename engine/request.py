@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from engine.sequence import Sequence
 
 if TYPE_CHECKING:
-    from engine.structured import Grammar
+    from engine.sampling.structured import Grammar
 
 
 class RequestError(Exception):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine.batch import Batch, Model
 from engine.outputs import TokenLogprobs
-from engine.plan import Plan
-from engine.sampler import Row, Sampled, Sampler, token_logprobs
+from engine.sampling.sampler import Row, Sampled, Sampler, token_logprobs
+from engine.scheduling.plan import Plan
 from engine.sequence import Sequence
 from kernels.attention.base import AttentionBatch
 from kernels.device import upload

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.outputs import TokenLogprobs
     from engine.request import Request
-    from engine.structured import Matcher
-    from engine.text import TextStream
+    from engine.sampling.structured import Matcher
+    from engine.sampling.text import TextStream
 
 
 class SequenceStatus(enum.IntEnum):

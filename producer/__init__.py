@@ -1,23 +1,40 @@
-"""What other services import to use the queue: `Client`, `AsyncClient` and what they return and raise.
+"""Services that put work into the queue for others: RQ jobs, the clerk, webhooks, the janitor.
 
-Names are looked up when they are first used. Nothing is imported before: until this module has run, the command cannot
-handle a Ctrl-C.
+The client library is `tokenmill`; its names stay importable from here.
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # as typing's, which would have to be imported
-if TYPE_CHECKING:
-    from typing import Any
+from typing import TYPE_CHECKING, Any
 
-    from producer.aio import AsyncClient, AsyncJob
-    from producer.client import Client, Job
-    from producer.core import JobLost, TextRestarted
-    from producer.protocol.calls import EnqueueRefused, JobExists, QueueFull, QuotaExceeded
-    from producer.protocol.errors import ErrorCode, JobError
-    from producer.protocol.events import Event, FinalEvent, StartEvent, TokenEvent
-    from producer.protocol.replies import CancelReply
-    from producer.protocol.result import Choice, ErrorInfo, Result, Status, Timings, Usage
+import tokenmill
+
+if TYPE_CHECKING:
+    from tokenmill import (
+        AsyncClient,
+        AsyncJob,
+        CancelReply,
+        Choice,
+        Client,
+        EnqueueRefused,
+        ErrorCode,
+        ErrorInfo,
+        Event,
+        FinalEvent,
+        Job,
+        JobError,
+        JobExists,
+        JobLost,
+        QueueFull,
+        QuotaExceeded,
+        Result,
+        StartEvent,
+        Status,
+        TextRestarted,
+        Timings,
+        TokenEvent,
+        Usage,
+    )
 
 __all__ = [
     "AsyncClient",
@@ -45,29 +62,8 @@ __all__ = [
     "Usage",
 ]
 
-_MODULES = (
-    "producer.protocol.errors",
-    "producer.protocol.events",
-    "producer.protocol.replies",
-    "producer.protocol.result",
-    "producer.protocol.calls",
-    "producer.core",
-    "producer.client",
-    "producer.aio",
-)
-"""Where the names are, those first that import the least."""
-
 
 def __getattr__(name: str) -> Any:
-    import importlib
-
     if name in __all__:
-        for module in map(importlib.import_module, _MODULES):
-            if hasattr(module, name):
-                found = globals()[name] = getattr(module, name)
-                return found
+        return getattr(tokenmill, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -28,13 +28,13 @@ import structlog
 from redis.client import Pipeline
 from redis.exceptions import ResponseError
 
-from producer.protocol.callback import CallbackError, parse_callback
-from producer.protocol.connection import blocking_client, command_client
-from producer.protocol.errors import clean
-from producer.protocol.faults import transient
-from producer.protocol.keys import DEAD_MAXLEN, Keys, is_name
-from producer.protocol.lua import Runner
 from producer.webhook import Refused, Undelivered, WebhookSettings, post
+from tokenmill.protocol.callback import CallbackError, parse_callback
+from tokenmill.protocol.connection import blocking_client, command_client
+from tokenmill.protocol.errors import clean
+from tokenmill.protocol.faults import transient
+from tokenmill.protocol.keys import DEAD_MAXLEN, Keys, is_name
+from tokenmill.protocol.lua import Runner
 
 CLERKS: Final = "clerks"
 """The consumer group of `callbacks`."""

@@ -20,10 +20,10 @@ from rq import Queue, Repeat
 from rq.exceptions import NoSuchJobError
 from rq.job import Job, JobStatus
 
-from producer.console import warn_of_variables
 from producer.jobs import place
 from producer.rqworker import SteadyWorker
 from producer.webhook import WebhookSettings
+from tokenmill.cli.console import warn_of_variables
 
 FOREVER: Final = 2**31 - 1
 LOST_AFTER: Final = timedelta(minutes=1)

@@ -14,10 +14,10 @@ import redis
 from redis.exceptions import ResponseError
 
 from producer.callbacks import CLERKS
-from producer.protocol.keys import GROUP, RESULT_TTL_S, Keys
-from producer.protocol.lua import Runner
-from producer.protocol.meta import whole
-from producer.protocol.scripts import Scripts
+from tokenmill.protocol.keys import GROUP, RESULT_TTL_S, Keys
+from tokenmill.protocol.lua import Runner
+from tokenmill.protocol.meta import whole
+from tokenmill.protocol.scripts import Scripts
 
 IDLE_S: Final = 3600.0
 """A consumer that did nothing for so long and holds nothing is gone. One that comes back is created again by its

@@ -30,20 +30,20 @@ from rq.job import Job as RqJob
 from rq.timeouts import JobTimeoutException
 from rq.worker import Worker as RqWorker
 
-from producer import batch
 from producer.aftermath import after_death
 from producer.callbacks import Courier
-from producer.client import Client, Job
 from producer.janitor import IDLE_S, clean_up
-from producer.patience import BRIEF_S
-from producer.protocol.calls import JobExists
-from producer.protocol.connection import DEFAULT_URL
-from producer.protocol.faults import transient
-from producer.protocol.keys import check_name
-from producer.protocol.result import Result
-from producer.protocol.scripts import Scripts
-from producer.protocol.url import check_url
 from producer.webhook import WebhookSettings
+from tokenmill import batch
+from tokenmill.client.patience import BRIEF_S
+from tokenmill.client.sync import Client, Job
+from tokenmill.protocol.calls import JobExists
+from tokenmill.protocol.connection import DEFAULT_URL
+from tokenmill.protocol.faults import transient
+from tokenmill.protocol.keys import check_name
+from tokenmill.protocol.result import Result
+from tokenmill.protocol.scripts import Scripts
+from tokenmill.protocol.url import check_url
 
 REDIS: Final = "TOKENMILL_REDIS"
 QUEUE: Final = "TOKENMILL_QUEUE"
@@ -118,8 +118,8 @@ def run_batch(
     worker's. Give it a long `job_timeout`.
 
     Raises:
-        producer.batch.BatchInvalid: the file is no batch; nothing was submitted.
-        producer.batch.BatchError: a file cannot be written, or the job was cancelled.
+        tokenmill.batch.BatchInvalid: the file is no batch; nothing was submitted.
+        tokenmill.batch.BatchError: a file cannot be written, or the job was cancelled.
     """
     job, files = _running(), (input, output, errors)
 

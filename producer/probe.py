@@ -13,7 +13,7 @@ import sys
 from redis.exceptions import RedisError
 from rq.worker import Worker
 
-from producer.protocol.connection import DEFAULT_URL, command_client
+from tokenmill.protocol.connection import DEFAULT_URL, command_client
 
 
 def probe(url: str, hostname: str) -> bool:

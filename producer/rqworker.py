@@ -34,7 +34,7 @@ from rq.scheduler import RQScheduler
 from rq.utils import now
 from rq.worker import Worker
 
-from producer.protocol.faults import transient
+from tokenmill.protocol.faults import transient
 
 T = TypeVar("T")
 

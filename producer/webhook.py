@@ -2,7 +2,7 @@
 
     post(settings, url, job_id, body)      # returns once the receiver has answered 2xx
 
-A job names the URL, so it is not trusted: `producer.protocol.callback` says which may be called. The name is resolved
+A job names the URL, so it is not trusted: `tokenmill.protocol.callback` says which may be called. The name is resolved
 once, all its addresses must be public (unless the operator listed the whole origin), and the connection goes to one of
 these, so that a name that changes between check and use (DNS rebinding) gains nothing. No redirect is followed and no
 proxy used. Certificate, SNI and Host are the name's.
@@ -34,7 +34,7 @@ from typing import Any, BinaryIO, Final, Self
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import HTTPError
 
-from producer.protocol.callback import AllowList, CallbackError, Target
+from tokenmill.protocol.callback import AllowList, CallbackError, Target
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _ALSO_INSIDE = [ipaddress.ip_network(net) for net in ("192.0.0.0/24", "192.88.99.0/24", "fec0::/10", "3fff::/20")]

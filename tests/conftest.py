@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import REDIS_SERVER, RedisServer, running_redis
-from worker.embedded import embedded_redis
+from worker.demo.embedded import embedded_redis
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell without job control starts what it puts into the background so, and all children would inherit it.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from producer.protocol import lua
+from tokenmill.protocol import lua
 
 SHIM = """
 local redis = (function(real)

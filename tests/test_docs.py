@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from pydantic.fields import FieldInfo
 
-from producer.console import Exit as Ends
-from worker.exits import Exit
+from tokenmill.cli.console import Exit as Ends
+from worker.ops.exits import Exit
+from worker.ops.telemetry import Telemetry
 from worker.settings import Settings, option, variable
-from worker.telemetry import Telemetry
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(p for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")])

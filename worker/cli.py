@@ -13,7 +13,7 @@ import typer
 from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
-from worker.exits import Exit
+from worker.ops.exits import Exit
 from worker.settings import Settings, option, variable
 
 

@@ -15,11 +15,11 @@ import structlog
 
 from engine.memory import resident_bytes
 from engine.models.demo import DEMO_MODEL, demo_file
-from worker.exits import Exit
+from worker.jobs.translate import ModelLike, Translator
 from worker.loop import EngineLike
+from worker.ops.exits import Exit
+from worker.ops.threads import Fatal
 from worker.settings import Settings
-from worker.threads import Fatal
-from worker.translate import ModelLike, Translator
 
 if TYPE_CHECKING:
     from engine.runner import Runner

@@ -11,12 +11,12 @@ from typing import NoReturn, Protocol
 
 from engine.outputs import EngineBroken, EngineStats, StepOutput
 from engine.request import Request, RequestError
-from producer.protocol.errors import ErrorCode, JobError
-from worker.exits import Exit
-from worker.outbox import Outbox, Output
-from worker.results import Answer
-from worker.telemetry import Telemetry
-from worker.threads import Fatal
+from tokenmill.protocol.errors import ErrorCode, JobError
+from worker.jobs.results import Answer
+from worker.ops.exits import Exit
+from worker.ops.telemetry import Telemetry
+from worker.ops.threads import Fatal
+from worker.queue.outbox import Outbox, Output
 
 
 class EngineLike(Protocol):

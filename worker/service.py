@@ -23,32 +23,32 @@ from types import FrameType
 import redis
 import structlog
 
-from producer.protocol.connection import blocking_client, command_client, redact
-from producer.protocol.environment import CLERK, COMMANDS, misspelt
-from producer.protocol.errors import JobError
-from producer.protocol.keys import Keys
-from producer.protocol.scripts import Scripts
-from producer.protocol.version import version
-from worker import logs
-from worker.blame import Quarantine
-from worker.cancellation import Canceller
-from worker.exits import Exit
-from worker.gate import Gate
-from worker.health import Health, not_ready
-from worker.held import Held, Job, Phase
-from worker.intake import Intake
-from worker.lease import Keeper
-from worker.link import Contact, RedisClock
+from tokenmill.protocol.connection import blocking_client, command_client, redact
+from tokenmill.protocol.environment import CLERK, COMMANDS, misspelt
+from tokenmill.protocol.errors import JobError
+from tokenmill.protocol.keys import Keys
+from tokenmill.protocol.scripts import Scripts
+from tokenmill.protocol.version import version
+from worker.jobs.held import Held, Job, Phase
+from worker.jobs.logprobs import LogprobsWriter
+from worker.jobs.results import Results
 from worker.loading import Loaded, load, settle_heap
-from worker.logprobs import LogprobsWriter
 from worker.loop import Drop, EngineLoop
-from worker.publisher import Publisher
-from worker.results import Results
+from worker.ops import logs
+from worker.ops.exits import Exit
+from worker.ops.health import Health, not_ready
+from worker.ops.links import Contact, RedisClock
+from worker.ops.telemetry import Telemetry
+from worker.ops.threads import Fatal, Mailbox, Ready, Signal, Stop, spawn
+from worker.queue.canceller import Canceller
+from worker.queue.gate import Gate
+from worker.queue.intake import Intake
+from worker.queue.keeper import Keeper
+from worker.queue.publisher import Publisher
+from worker.queue.quarantine import Quarantine
+from worker.queue.sweeper import Sweeper
 from worker.settings import VARIABLES, Settings
 from worker.startup import Startup
-from worker.sweeper import Sweeper
-from worker.telemetry import Telemetry
-from worker.threads import Fatal, Mailbox, Ready, Signal, Stop, spawn
 
 log = structlog.get_logger()
 

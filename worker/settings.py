@@ -17,9 +17,9 @@ from pydantic import (
 )
 
 from engine.config import EngineConfig, ModelOptions
-from producer.protocol.callback import AllowList
-from producer.protocol.environment import PREFIX
-from producer.protocol.url import check_url
+from tokenmill.protocol.callback import AllowList
+from tokenmill.protocol.environment import PREFIX
+from tokenmill.protocol.url import check_url
 
 _NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 _UNITS = {"": 1, "b": 1} | {

@@ -8,16 +8,16 @@ from typing import Any
 import redis
 import structlog
 
-from producer.protocol.connection import redact
-from producer.protocol.errors import clean
-from producer.protocol.faults import refused
-from producer.protocol.meta import whole
-from producer.protocol.scripts import Scripts
-from worker.exits import Exit
-from worker.lease import Keeper
-from worker.link import passing
+from tokenmill.protocol.connection import redact
+from tokenmill.protocol.errors import clean
+from tokenmill.protocol.faults import refused
+from tokenmill.protocol.meta import whole
+from tokenmill.protocol.scripts import Scripts
+from worker.ops.exits import Exit
+from worker.ops.links import passing
+from worker.ops.threads import Fatal
+from worker.queue.keeper import Keeper
 from worker.settings import Settings
-from worker.threads import Fatal
 
 log = structlog.get_logger()
 

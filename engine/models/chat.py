@@ -14,11 +14,11 @@ from typing import Any
 import jinja2
 import llguidance
 
-from engine.guard import Guard
 from engine.models.control import ControlText, Mask, TooManyPrivateCharacters
 from engine.models.pieces import Pieces
 from engine.models.roles import Roles
-from engine.structured import GrammarCompiler
+from engine.sampling.guard import Guard
+from engine.sampling.structured import GrammarCompiler
 
 
 class ChatError(Exception):

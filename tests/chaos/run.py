@@ -19,15 +19,15 @@ from typing import Any
 import orjson
 from redis.exceptions import RedisError
 
-from producer.protocol.connection import command_client
-from producer.protocol.faults import transient
-from producer.protocol.job import JobEntry
-from producer.protocol.keys import Keys
-from producer.protocol.scripts import JobExists, Scripts
 from tests.chaos.jobs import Task, make_task
 from tests.chaos.proxy import Proxy
 from tests.support import RedisServer, eventually, running_redis
 from tests.worker.harness import Queue
+from tokenmill.protocol.connection import command_client
+from tokenmill.protocol.faults import transient
+from tokenmill.protocol.job import JobEntry
+from tokenmill.protocol.keys import Keys
+from tokenmill.protocol.scripts import JobExists, Scripts
 
 LEASE = 1.0
 SETTINGS = {

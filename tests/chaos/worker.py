@@ -10,16 +10,16 @@ import sys
 import time
 from typing import Any
 
-from engine.plan import Plan
-from engine.sampler import Sampled
+from engine.sampling.sampler import Sampled
+from engine.scheduling.plan import Plan
 from tests.chaos.jobs import LIMITS
 from tests.engine.stub import make_engine
 from tests.worker.fakes import FakeModel
 from tests.worker.harness import Refusal
 from worker.cli import settings_from_environment
+from worker.jobs.translate import Translator
 from worker.loading import Loaded
 from worker.service import main
-from worker.translate import Translator
 
 
 def load(settings: Any) -> Loaded:

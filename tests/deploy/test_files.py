@@ -22,7 +22,7 @@ from producer import probe as producer_probe
 from tests.deploy.compose import ComposeError, dotenv, interpolate, load, seconds
 from tests.deploy.dockerfile import ignored, parse
 from tests.support import RedisServer, free_port
-from worker import probe as worker_probe
+from worker.ops import probe as worker_probe
 from worker.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +133,12 @@ def test_commands_and_checks_of_the_images_are_in_exec_form() -> None:
 
 def test_the_build_context_is_what_the_dockerfile_copies() -> None:
     patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
-    for path in ("producer/protocol/start.lua", "kernels/csrc/native.cpp", "pyproject.toml", "deploy/requirements.py"):
+    for path in (
+        "tokenmill/protocol/lua/start.lua",
+        "kernels/csrc/native.cpp",
+        "pyproject.toml",
+        "deploy/requirements.py",
+    ):
         assert not ignored(path, patterns), path
     for path in (
         ".env",

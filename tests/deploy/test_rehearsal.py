@@ -13,11 +13,11 @@ import redis
 import rq
 from rq.serializers import JSONSerializer
 
-from producer.client import Client
 from tests.deploy.compose import Stack, dotenv, stack
 from tests.deploy.dockerfile import Builder
 from tests.deploy.sandbox import BWRAP
 from tests.support import REDIS_SERVER, eventually
+from tokenmill.client.sync import Client
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.model, pytest.mark.redis_server, pytest.mark.timeout(300)]
@@ -56,7 +56,7 @@ def test_the_steps_of_the_dockerfile_install_a_worker_with_its_kernels(images: B
     (wheel,) = (images.built["wheel"].root / "wheels").glob("tokenmill-*.whl")
     inside = zipfile.ZipFile(wheel).namelist()
     assert any(name.startswith("kernels/_native") for name in inside)
-    assert "producer/protocol/finalise.lua" in inside
+    assert "tokenmill/protocol/lua/finalise.lua" in inside
     assert not any(name.startswith(("tests/", "bench/")) for name in inside)
     done = images.box(image).run(
         ["python", "-c", "from kernels import native; print(native.__file__, native.library())"], 60

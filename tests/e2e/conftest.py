@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from producer.protocol.connection import command_client
-from producer.protocol.keys import Keys
 from tests.e2e.process import Process, Start
 from tests.support import RedisServer
 from tests.worker.harness import Queue
-from worker.embedded import embedded_redis
+from tokenmill.protocol.connection import command_client
+from tokenmill.protocol.keys import Keys
+from worker.demo.embedded import embedded_redis
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from worker import service
 
 if __name__ == "__main__":
-    from producer.cli import main as tokenmill
     from tests.worker.fake_process import load
+    from tokenmill.cli.main import main as tokenmill
 
     serve = service.main
     service.main = lambda settings: serve(settings, load)

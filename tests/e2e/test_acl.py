@@ -13,18 +13,18 @@ import pytest
 import redis
 from redis.exceptions import AuthenticationError, NoPermissionError
 
-from producer import batch
-from producer.client import Client
 from producer.janitor import clean_up
-from producer.protocol.connection import command_client
-from producer.protocol.keys import Keys
-from producer.protocol.replies import CancelReply
-from tests.producer.batch.files import request, write
-from tests.producer.mini import Queue as MiniQueue
 from tests.producer.rqprocess import rq_on
 from tests.support import RedisServer, eventually, free_port
+from tests.tokenmill.batch.files import request, write
+from tests.tokenmill.mini import Queue as MiniQueue
 from tests.worker.fakes import FakeEngine
 from tests.worker.harness import Queue, inside
+from tokenmill import batch
+from tokenmill.client.sync import Client
+from tokenmill.protocol.connection import command_client
+from tokenmill.protocol.keys import Keys
+from tokenmill.protocol.replies import CancelReply
 
 ROLES = ("producer", "client", "clerk", "worker", "operator")
 FILE = Path(__file__).parents[2] / "deploy" / "redis-users.acl"

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.process import Process
-from tests.producer.batch.files import CHAT, check_whole, read, request, write
 from tests.support import eventually
+from tests.tokenmill.batch.files import CHAT, check_whole, read, request, write
 from tests.worker.fakes import POISON, text_of
 from tests.worker.harness import Queue
 
@@ -40,7 +40,7 @@ class Batch:
 
     def start(self) -> subprocess.Popen[bytes]:
         output, errors = self.outputs
-        command = [sys.executable, "-m", "producer.cli", "batch", "run", str(self.input), "-o", str(output)]
+        command = [sys.executable, "-m", "tokenmill.cli.main", "batch", "run", str(self.input), "-o", str(output)]
         command += ["--errors", str(errors), "--redis", self.queue.url, "--queue", self.queue.keys.queue]
         with (self.folder / "run.log").open("ab") as log:
             self.run = subprocess.Popen(command, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -171,7 +171,7 @@ def test_a_batch_on_the_real_model_survives_kill_9_of_everybody(tmp_path: Path, 
         requests.append(request(f"id-{number}", url=CHAT, messages=messages, model=None, temperature=0, max_tokens=6))
 
     def worker() -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "producer.cli", "worker", "--model", "smollm2-135m", "--redis", own.url]
+        command = [sys.executable, "-m", "tokenmill.cli.main", "worker", "--model", "smollm2-135m", "--redis", own.url]
         command += ["--queue", own.keys.queue, "--kv-cache-memory", "256MiB", "--lease-seconds", "2"]
         with (tmp_path / "worker.log").open("ab") as log:
             return subprocess.Popen(command, stderr=log)

@@ -22,7 +22,7 @@ LINES = int(os.environ.get("TOKENMILL_TEST_BATCH_LINES", "1000000"))
 
 @contextmanager
 def stub(queue: Queue) -> Iterator[None]:
-    command = [sys.executable, "-m", "tests.producer.batch.stub", queue.url, queue.keys.queue]
+    command = [sys.executable, "-m", "tests.tokenmill.batch.stub", queue.url, queue.keys.queue]
     process = subprocess.Popen(command)
     try:
         yield
@@ -55,7 +55,16 @@ def generate(path: Path, count: int) -> None:
 def test_a_million_lines_run_in_flat_memory(tmp_path: Path, own: Queue) -> None:
     generate(tmp_path / "in.jsonl", LINES)
     output = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "producer.cli", "batch", "run", str(tmp_path / "in.jsonl"), "-o", str(output)]
+    command = [
+        sys.executable,
+        "-m",
+        "tokenmill.cli.main",
+        "batch",
+        "run",
+        str(tmp_path / "in.jsonl"),
+        "-o",
+        str(output),
+    ]
     command += ["--redis", own.url, "--queue", own.keys.queue]
     seen: list[tuple[int, int, int]] = []
     begun = time.monotonic()

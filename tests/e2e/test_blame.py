@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.process import Start
 from tests.support import eventually
 from tests.worker.harness import Queue
-from worker.exits import Exit
+from worker.ops.exits import Exit
 
 
 @pytest.mark.redis_server

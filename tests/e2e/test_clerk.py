@@ -12,13 +12,13 @@ import pytest
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
-from producer.client import Client
 from tests.e2e.process import Start
-from tests.producer.mini import Queue as MiniQueue
 from tests.producer.receiver import Receiver, certificate, receiving
 from tests.producer.rqprocess import Rq, RqProcess, rq_on
 from tests.support import RedisServer, eventually
+from tests.tokenmill.mini import Queue as MiniQueue
 from tests.worker.harness import Queue
+from tokenmill.client.sync import Client
 
 pytestmark = pytest.mark.redis_server
 CLERK = ("--worker-class", "producer.clerk.ClerkWorker", "--with-scheduler")

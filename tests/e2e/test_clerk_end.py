@@ -14,15 +14,15 @@ from rq import Queue as RqQueue
 from rq.exceptions import StopRequested
 from rq.serializers import JSONSerializer
 
-from producer.client import Client
 from producer.rqworker import SteadyScheduler, SteadyWorker
 from tests.e2e.process import Start
 from tests.e2e.test_clerk import clerk, status
-from tests.producer.mini import Queue as MiniQueue
 from tests.producer.receiver import Receiver, certificate, receiving
 from tests.producer.rqprocess import Rq, RqProcess, rq_on
 from tests.support import RedisServer, eventually
+from tests.tokenmill.mini import Queue as MiniQueue
 from tests.worker.harness import Queue
+from tokenmill.client.sync import Client
 
 pytestmark = pytest.mark.redis_server
 

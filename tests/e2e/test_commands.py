@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from producer.protocol.keys import Keys
 from tests.support import REDIS_SERVER, RedisServer, eventually, running_redis
 from tests.test_docs import PAGES, ROOT
+from tokenmill.protocol.keys import Keys
 
 DEFAULT_URL = "redis://localhost:6379/0"
 INFO = {"sh", "sh no-run", "python", "json", "text"}
@@ -135,7 +135,7 @@ def shell(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
     (tmp_path / "redis").mkdir()
     (tmp_path / "in.jsonl").write_text(BATCH)
     with running_redis(tmp_path / "redis") as server:
-        tokenmill = "producer.cli" if real else "tests.e2e.stub_cli"
+        tokenmill = "tokenmill.cli.main" if real else "tests.e2e.stub_cli"
         commands = {
             "tokenmill": f"{shlex.quote(sys.executable)} -m {tokenmill}",
             "rq": f"{shlex.quote(sys.executable)} -m rq.cli",

@@ -14,7 +14,7 @@ from tests.support import RedisServer, eventually
 
 pytestmark = pytest.mark.model
 
-DEMO = [sys.executable, "-m", "producer.cli", "demo"]
+DEMO = [sys.executable, "-m", "tokenmill.cli.main", "demo"]
 
 
 def children(pid: int) -> list[int]:

@@ -8,13 +8,13 @@ import sys
 import pytest
 import redis
 
-from producer.protocol.connection import command_client
-from producer.protocol.faults import refused
 from tests.e2e.process import Start
 from tests.support import eventually
 from tests.worker.harness import Queue
-from worker.exits import Exit
-from worker.link import passing
+from tokenmill.protocol.connection import command_client
+from tokenmill.protocol.faults import refused
+from worker.ops.exits import Exit
+from worker.ops.links import passing
 
 pytestmark = pytest.mark.redis_server
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import redis
 
-from producer.client import Client
-from producer.protocol.connection import command_client
-from producer.protocol.keys import Keys
 from tests.e2e.process import Start
 from tests.support import eventually, free_port
 from tests.worker.harness import Queue
-from worker.exits import Exit
+from tokenmill.client.sync import Client
+from tokenmill.protocol.connection import command_client
+from tokenmill.protocol.keys import Keys
+from worker.ops.exits import Exit
 
 pytestmark = pytest.mark.redis_server
 

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from producer.client import Client
-from producer.protocol.calls import QueueFull, QuotaExceeded
 from tests.chaos.proxy import Proxy
 from tests.e2e.process import Start
 from tests.e2e.test_worker_process import running, tokens
 from tests.support import RedisServer, eventually
 from tests.worker.fakes import text_of
 from tests.worker.harness import Queue
-from worker.exits import Exit
+from tokenmill.client.sync import Client
+from tokenmill.protocol.calls import QueueFull, QuotaExceeded
+from worker.ops.exits import Exit
 
 pytestmark = pytest.mark.redis_server
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support import RedisServer, eventually
 
-TOKENMILL = [sys.executable, "-m", "producer"]
+TOKENMILL = [sys.executable, "-m", "tokenmill"]
 CLERK = [sys.executable, "-c", "from rq.cli import main; main()", "worker", "--serializer", "json"]
 CLERK += ["--worker-class", "producer.clerk.ClerkWorker", "clerk", "--url"]
 COMMANDS = {
@@ -156,14 +156,15 @@ def test_ctrl_c_during_the_imports_leaves_no_traceback(name: str, after: float) 
 
 
 def test_the_command_is_ready_for_ctrl_c_before_it_imports_anything() -> None:
-    code = "import sys; before = set(sys.modules); import producer.__main__; print(sorted(set(sys.modules) - before))"
+    code = "import sys; before = set(sys.modules); import tokenmill.__main__; print(sorted(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['__future__', 'producer', 'producer.__main__', 'producer.interrupt']"
+    own = ["tokenmill", "tokenmill.__main__", "tokenmill.cli", "tokenmill.cli.interrupt"]
+    assert done.stdout.strip() == str(["__future__", *own])
 
 
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_command_whose_sigint_is_ignored_from_outside_goes_on(ignored: bool) -> None:
-    code = "from producer.interrupt import guard, interruptible\nimport signal, os, sys\nguard()\n"
+    code = "from tokenmill.cli.interrupt import guard, interruptible\nimport signal, os, sys\nguard()\n"
     code += "with interruptible():\n    os.kill(os.getpid(), signal.SIGINT)\n    print('went on')\n"
     prepare = f"import os, signal, sys; signal.signal(signal.SIGINT, signal.{'SIG_IGN' if ignored else 'SIG_DFL'})\n"
     prepare += "os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"

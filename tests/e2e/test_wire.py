@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from producer.protocol.connection import command_client
-from producer.protocol.keys import Keys
 from tests.models import tiny
 from tests.support import eventually, running_redis
 from tests.worker.harness import Queue
 from tests.worker.test_service import FUZZ
-from worker.child import WorkerProcess, worker_process
-from worker.embedded import embedded_redis
+from tokenmill.protocol.connection import command_client
+from tokenmill.protocol.keys import Keys
+from worker.demo.child import WorkerProcess, worker_process
+from worker.demo.embedded import embedded_redis
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 REDIS_CLI = shutil.which("redis-cli")

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from producer.protocol.connection import command_client
-from producer.protocol.keys import Keys
 from tests.e2e.process import Start
 from tests.support import RedisServer, eventually, free_port, running_redis
 from tests.worker.harness import Queue
-from worker.exits import Exit
+from tokenmill.protocol.connection import command_client
+from tokenmill.protocol.keys import Keys
+from worker.ops.exits import Exit
 
 
 def tokens(queue: Queue, job: str) -> int:

@@ -6,7 +6,7 @@ import functools
 
 import llguidance
 
-from engine.structured import Grammar
+from engine.sampling.structured import Grammar
 from tests.engine.stub import EOS, VOCAB, decode
 
 

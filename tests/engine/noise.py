@@ -11,11 +11,11 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.models.chat import Tokenizer
-from engine.plan import Plan
 from engine.request import Request, SamplingParams
-from engine.sampler import Row, Sampled, Sampler
+from engine.sampling.sampler import Row, Sampled, Sampler
+from engine.sampling.structured import Grammar
+from engine.scheduling.plan import Plan
 from engine.sequence import Sequence as Seq
-from engine.structured import Grammar
 
 _CLOSERS = b'",:]}'
 

@@ -13,15 +13,15 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from engine.block_manager import Moves
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.outputs import Delta, Finished, StepOutput, TokenLogprobs
-from engine.plan import Plan, Slice
 from engine.request import Request, SamplingParams
 from engine.runner import ModelRunner
-from engine.sampler import Row, Sampled, Sampler, token_logprobs
-from engine.scheduler import _Draft
+from engine.sampling.sampler import Row, Sampled, Sampler, token_logprobs
+from engine.scheduling.block_manager import Moves
+from engine.scheduling.plan import Plan, Slice
+from engine.scheduling.scheduler import _Draft
 from engine.sequence import Sequence
 
 Entries = np.ndarray[tuple[int], np.dtype[np.uint64]]

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from engine.block_manager import BlockManager, Hit, IntegrityError, Moves
+from engine.sampling.text import TextStream
+from engine.scheduling.block_manager import BlockManager, Hit, IntegrityError, Moves
 from engine.sequence import Sequence
-from engine.text import TextStream
 from tests.engine.stub import request, token_bytes
 
 

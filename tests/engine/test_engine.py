@@ -9,9 +9,9 @@ import torch
 
 from engine.canary import CANARY_ID
 from engine.outputs import EngineBroken, Fault, Outcome, StepOutput
-from engine.plan import Plan
 from engine.request import InvalidRequest, PromptTooLong, Request
-from engine.sampler import Sampled
+from engine.sampling.sampler import Sampled
+from engine.scheduling.plan import Plan
 from engine.sequence import FinishReason
 from tests.engine.stub import Collector, alone, expect_idle, expect_short_outputs, make_engine, request, run, steps
 

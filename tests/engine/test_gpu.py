@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine import policy
 from engine.build import CacheOptions, build_engine
 from engine.config import EngineConfig, ModelOptions
 from engine.engine import Engine
 from engine.models.loading import LoadedModel
 from engine.request import Request
+from engine.scheduling import policy
 from kernels import ops
 from tests.engine.stub import expect_short_outputs
 from tests.engine.test_model import ask, finish, prompts

@@ -15,9 +15,16 @@ from typing import Any
 import llguidance
 import pytest
 
-from engine.guard import Guard, GuardFailed
 from engine.models.chat import Tokenizer
-from engine.structured import MAX_SPEC_BYTES, REFUSED_SECONDS, Grammar, GrammarCompiler, GrammarError, GrammarUndecided
+from engine.sampling.guard import Guard, GuardFailed
+from engine.sampling.structured import (
+    MAX_SPEC_BYTES,
+    REFUSED_SECONDS,
+    Grammar,
+    GrammarCompiler,
+    GrammarError,
+    GrammarUndecided,
+)
 from tests.engine.grammars import tokenizer as letter_tokenizer
 from tests.models import tiny
 from tests.support import eventually
@@ -154,7 +161,7 @@ def test_a_child_without_time_to_run_is_replaced(monkeypatch: pytest.MonkeyPatch
     guard = _guard()
     assert guard.problem(SOURCE) is None
     assert guard._child is not None
-    monkeypatch.setattr("engine.guard.WALL_SECONDS", 0.5)
+    monkeypatch.setattr("engine.sampling.guard.WALL_SECONDS", 0.5)
     guard._child.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(guard, "_start", lambda start=guard._start: [monkeypatch.undo(), start()][1])
     assert guard.problem(SOURCE) is None
@@ -189,7 +196,7 @@ def test_a_refusal_is_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(GrammarError, match="3 s"):
             compiler.compile("regex", "a")
     now = time.monotonic()
-    monkeypatch.setattr("engine.structured.time.monotonic", lambda: now + REFUSED_SECONDS + 1)
+    monkeypatch.setattr("engine.sampling.structured.time.monotonic", lambda: now + REFUSED_SECONDS + 1)
     assert compiler.compile("regex", "a")
 
 
@@ -216,7 +223,7 @@ def test_a_child_that_cannot_start_blames_no_grammar() -> None:
 
 _PARENT = """
 import sys
-from engine.guard import Guard
+from engine.sampling.guard import Guard
 guard = Guard(open(sys.argv[1]).read(), 320, [2])
 guard.problem("start: /a/")
 print(guard._child.pid, flush=True)

@@ -16,7 +16,7 @@ from engine.build import CacheOptions, build_engine
 from engine.config import EngineConfig, ModelOptions
 from engine.outputs import Finished, Logprob, TokenLogprobs
 from engine.request import Request, SamplingParams
-from engine.sampler import Sampler
+from engine.sampling.sampler import Sampler
 from tests.engine.grammars import letters
 from tests.engine.stub import _ODD, EOS, VOCAB, Collector, logits_of, make_engine, request, run, steps
 from tests.engine.test_sampler import row

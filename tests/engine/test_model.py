@@ -19,7 +19,7 @@ from engine.engine import Engine
 from engine.models.loading import load_model
 from engine.outputs import Finished
 from engine.request import Request, SamplingParams
-from engine.sampler import Row, Sampled, Sampler
+from engine.sampling.sampler import Row, Sampled, Sampler
 from engine.sequence import SequenceStatus
 from tests.engine.stub import expect_idle, expect_short_outputs, preempt, steps
 from tests.models.reference import Reference, near_ties

@@ -12,10 +12,10 @@ import torch
 
 from engine.engine import Engine
 from engine.outputs import Fault, Finished, Outcome
-from engine.plan import Plan
-from engine.policy import PreemptionCost
 from engine.request import Request
-from engine.sampler import Sampled
+from engine.sampling.sampler import Sampled
+from engine.scheduling.plan import Plan
+from engine.scheduling.policy import PreemptionCost
 from engine.sequence import SequenceStatus
 from tests.engine.grammars import letters
 from tests.engine.stub import (

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from engine.request import Bans, SamplingParams
-from engine.sampler import Row, Sampler, uniform
+from engine.sampling.sampler import Row, Sampler, uniform
 
 _uids = itertools.count()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.engine import Engine
-from engine.plan import Plan
+from engine.scheduling.plan import Plan
 from tests.engine.stub import StubRunner, alone, expect_idle, expect_short_outputs, make_engine, request, run, steps
 
 

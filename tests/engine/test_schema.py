@@ -14,11 +14,11 @@ import pytest
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
-from engine.formats import PATTERNS
-from engine.patterns import PatternError, translate
 from engine.request import GrammarError
-from engine.schema import prepare
-from engine.structured import Grammar, _source
+from engine.sampling.formats import PATTERNS
+from engine.sampling.patterns import PatternError, translate
+from engine.sampling.schema import prepare
+from engine.sampling.structured import Grammar, _source
 
 EOS = 256
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from engine.sampling.text import TextStream
 from engine.sequence import TRANSITIONS, IllegalTransition, Sequence, SequenceStatus
-from engine.text import TextStream
 from tests.engine.stub import request, token_bytes
 
 

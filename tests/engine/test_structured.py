@@ -15,8 +15,8 @@ from jsonschema import Draft202012Validator as Validator
 from engine.models.chat import Tokenizer
 from engine.outputs import Fault, Finished, Outcome
 from engine.request import Request
+from engine.sampling.structured import GrammarCompiler, GrammarError
 from engine.sequence import FinishReason
-from engine.structured import GrammarCompiler, GrammarError
 from tests.engine import schemas
 from tests.engine.grammars import letters
 from tests.engine.noise import constrained, noise_engine

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.text import TextStream, TokenBytes
+from engine.sampling.text import TextStream, TokenBytes
 
 
 def pieces(*texts: str | bytes) -> TokenBytes:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.models.chat import Tokenizer
 from engine.models.pieces import Pieces
 from engine.request import Request, SamplingParams
-from engine.text import TextStream
+from engine.sampling.text import TextStream
 from tests.engine.noise import constrained, noise_engine
 from tests.engine.stub import run
 from tests.models import vocabularies

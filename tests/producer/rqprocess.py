@@ -17,8 +17,8 @@ from redis import Redis
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
-from tests.producer.mini import Queue
 from tests.support import eventually
+from tests.tokenmill.mini import Queue
 
 
 class RqProcess:

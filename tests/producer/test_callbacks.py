@@ -14,14 +14,14 @@ import pytest
 from redis.exceptions import ReadOnlyError
 
 from producer.callbacks import CLERKS, Courier, ensure_clerks
-from producer.protocol.connection import command_client
-from producer.protocol.job import Identity
-from producer.protocol.keys import Keys
-from producer.protocol.result import Result, Status
 from producer.webhook import Undelivered, WebhookSettings
-from tests.producer.mini import Queue
 from tests.producer.receiver import Receiver, receiving
 from tests.support import RedisServer, eventually
+from tests.tokenmill.mini import Queue
+from tokenmill.protocol.connection import command_client
+from tokenmill.protocol.job import Identity
+from tokenmill.protocol.keys import Keys
+from tokenmill.protocol.result import Result, Status
 
 pytestmark = pytest.mark.redis_server
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from producer.callbacks import CLERKS, ensure_clerks
 from producer.janitor import clean_up
-from producer.protocol.job import JobEntry
-from producer.protocol.keys import GROUP
-from tests.producer.mini import Queue
+from tests.tokenmill.mini import Queue
+from tokenmill.protocol.job import JobEntry
+from tokenmill.protocol.keys import GROUP
 
 
 def names(queue: Queue) -> set[bytes]:

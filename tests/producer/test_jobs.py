@@ -14,12 +14,12 @@ import rq
 from rq.command import send_stop_job_command
 from rq.serializers import JSONSerializer
 
-from producer.client import Client
-from producer.protocol.connection import command_client
-from producer.protocol.keys import Keys
-from tests.producer.mini import MiniWorker, Queue
 from tests.producer.rqprocess import Rq, rq_on
 from tests.support import RedisServer, eventually
+from tests.tokenmill.mini import MiniWorker, Queue
+from tokenmill.client.sync import Client
+from tokenmill.protocol.connection import command_client
+from tokenmill.protocol.keys import Keys
 
 pytestmark = pytest.mark.redis_server
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from producer.protocol.connection import command_client
-from producer.protocol.keys import Keys
 from tests.strict import strict_scripts
 from tests.worker.harness import Queue
-from worker.embedded import embedded_redis
+from tokenmill.protocol.connection import command_client
+from tokenmill.protocol.keys import Keys
+from worker.demo.embedded import embedded_redis
 
 __all__ = ["strict_scripts"]
 

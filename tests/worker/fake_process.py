@@ -16,9 +16,9 @@ from engine.outputs import StepOutput
 from tests.worker.fakes import FakeEngine, FakeModel, FakeTokenizer
 from tests.worker.harness import Refusal
 from worker.cli import settings_from_environment
+from worker.jobs.translate import Translator
 from worker.loading import Loaded
 from worker.service import main
-from worker.translate import Translator
 
 
 class Faulty(FakeEngine):

@@ -12,15 +12,15 @@ from typing import Any
 import orjson
 import redis
 
-from producer.protocol.keys import GROUP, Keys
 from tests.support import eventually
 from tests.worker.fakes import FakeEngine, FakeModel
+from tokenmill.protocol.keys import GROUP, Keys
 from worker.cli import settings_from
-from worker.exits import Exit
+from worker.jobs.translate import Translator
 from worker.loading import Loaded
+from worker.ops.exits import Exit
+from worker.ops.threads import Signal
 from worker.service import Worker
-from worker.threads import Signal
-from worker.translate import Translator
 
 SIGTERM = 15
 

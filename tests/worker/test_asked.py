@@ -9,11 +9,11 @@ import orjson
 import pytest
 
 from engine.outputs import Logprob, TokenLogprobs
-from producer.protocol.job import Identity
 from tests.support import eventually
 from tests.worker.harness import Queue, inside
-from worker.held import Job
-from worker.logprobs import LEAST, LogprobsWriter
+from tokenmill.protocol.job import Identity
+from worker.jobs.held import Job
+from worker.jobs.logprobs import LEAST, LogprobsWriter
 
 
 def strict(raw: str | bytes) -> Any:
@@ -111,7 +111,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_job_alone(queue: Queue, spec
 def test_a_grammar_that_could_not_be_tried_is_tried_again_and_never_called_invalid(
     queue: Queue, monkeypatch: pytest.MonkeyPatch, failures: int, status: str, cause: str | None
 ) -> None:
-    monkeypatch.setattr("worker.intake.GRAMMAR_PAUSES", (0.01, 0.01, 0.01))
+    monkeypatch.setattr("worker.queue.intake.GRAMMAR_PAUSES", (0.01, 0.01, 0.01))
     with inside(queue) as worker:
         worker.model.grammars.undecided = failures
         job = queue.add({"prompt": "x", "max_tokens": 1, "structured_outputs": {"regex": "undecided"}})

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from producer.protocol.job import Identity
-from producer.protocol.scripts import Delivery, Ref, Scripts, StartStatus
 from tests.support import eventually
 from tests.worker.fakes import FakeEngine
 from tests.worker.harness import Inside, Queue, inside
-from worker.blame import DEATHS, MARGIN, Quarantine
-from worker.exits import Exit
-from worker.held import Held, Job
+from tokenmill.protocol.job import Identity
+from tokenmill.protocol.scripts import Delivery, Ref, Scripts, StartStatus
+from worker.jobs.held import Held, Job
+from worker.ops.exits import Exit
+from worker.queue.quarantine import DEATHS, MARGIN, Quarantine
 
 BODY = {"prompt": "x", "max_tokens": 5}
 LEASE = 0.6

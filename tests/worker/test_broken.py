@@ -8,7 +8,7 @@ import structlog
 from tests.support import eventually
 from tests.worker.fakes import FakeEngine
 from tests.worker.harness import Inside, Queue, inside
-from worker.exits import Exit
+from worker.ops.exits import Exit
 
 
 def test_beside_a_healthy_worker_a_broken_one_costs_no_job_a_start(queue: Queue) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.worker.fakes import FakeEngine
 from tests.worker.harness import Queue, inside
-from worker.results import kills_readers
+from worker.jobs.results import kills_readers
 from worker.settings import Settings
 
 URL = "https://hooks.example.org/done?x=1"
@@ -48,7 +48,7 @@ def test_a_job_that_fails_before_its_body_is_read_gets_its_callback(queue: Queue
 
 
 def test_a_job_that_is_given_up_unread_gets_its_callback(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.blame.Quarantine.may_read", lambda *_: False)
+    monkeypatch.setattr("worker.queue.quarantine.Quarantine.may_read", lambda *_: False)
     job = queue.add({"prompt": "x"}, callback=URL)
     with inside(queue, callback_hosts=HOSTS):
         assert queue.check_ending(job)["error"]["code"] == kills_readers().code

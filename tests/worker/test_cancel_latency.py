@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from engine.outputs import StepOutput
-from producer.protocol.events import SEAL_ID
-from producer.protocol.scripts import Scripts
 from tests.support import eventually
 from tests.worker.fakes import FakeEngine
 from tests.worker.harness import Queue, inside
-from worker.cancellation import Canceller
+from tokenmill.protocol.events import SEAL_ID
+from tokenmill.protocol.scripts import Scripts
 from worker.loop import Cancel, EngineLoop, Message
+from worker.queue.canceller import Canceller
 
 STREAMS = 64
 Span = tuple[float, float]

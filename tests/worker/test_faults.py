@@ -11,17 +11,17 @@ import redis
 import structlog
 
 from engine.outputs import StepOutput
-from producer.protocol import connection
-from producer.protocol.scripts import Scripts
 from tests.support import eventually
 from tests.worker.fakes import FakeEngine, text_of
 from tests.worker.harness import Inside, Queue, inside
-from worker.embedded import embedded_redis
-from worker.exits import Exit
-from worker.link import Contact, no_group, passing
-from worker.outbox import BACKLOG
-from worker.sweeper import Sweeper
-from worker.threads import Fatal, Mailbox, Stop, spawn
+from tokenmill.protocol import connection
+from tokenmill.protocol.scripts import Scripts
+from worker.demo.embedded import embedded_redis
+from worker.ops.exits import Exit
+from worker.ops.links import Contact, no_group, passing
+from worker.ops.threads import Fatal, Mailbox, Stop, spawn
+from worker.queue.outbox import BACKLOG
+from worker.queue.sweeper import Sweeper
 
 
 def test_an_idle_worker_says_nothing_for_longer_than_its_sockets_wait(
@@ -212,7 +212,7 @@ def test_an_outage_that_comes_and_goes_is_told_twice_a_minute(monkeypatch: pytes
         for _ in range(20):
             contact.ok()
             contact.failed("publish", redis.ResponseError("OOM"))
-        monkeypatch.setattr("worker.link.REPEAT_SECONDS", 0.0)
+        monkeypatch.setattr("worker.ops.links.REPEAT_SECONDS", 0.0)
         contact.ok()
         contact.failed("publish", redis.ResponseError("OOM"))
         contact.ok()

@@ -14,17 +14,17 @@ import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.outputs import EngineStats
-from producer.protocol.errors import ErrorCode
-from producer.protocol.result import Status
-from producer.protocol.scripts import Scripts
 from tests.support import eventually
 from tests.worker.fakes import FakeEngine
 from tests.worker.harness import Inside, Queue, inside
-from worker.exits import Exit
-from worker.health import Health
-from worker.probe import LOOPBACK, probe
-from worker.telemetry import Tally, Telemetry
-from worker.threads import Fatal
+from tokenmill.protocol.errors import ErrorCode
+from tokenmill.protocol.result import Status
+from tokenmill.protocol.scripts import Scripts
+from worker.ops.exits import Exit
+from worker.ops.health import Health
+from worker.ops.probe import LOOPBACK, probe
+from worker.ops.telemetry import Tally, Telemetry
+from worker.ops.threads import Fatal
 
 
 def get(port: int, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
@@ -216,7 +216,7 @@ def test_a_worker_without_redis_is_not_ready_and_says_so(queue: Queue, monkeypat
 
 
 def test_a_hanging_engine_is_not_ready(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.health.ENGINE_READY_SECONDS", 0.3)
+    monkeypatch.setattr("worker.ops.health.ENGINE_READY_SECONDS", 0.3)
     monkeypatch.setattr("worker.loop.TICK_SECONDS", 0.1)
     with inside(queue, FakeEngine(step_seconds=1.0), http_port="0") as worker:
         assert worker.worker.health is not None

@@ -15,24 +15,24 @@ import pytest
 import redis
 
 from engine.engine import Engine
-from producer.protocol.scripts import Scripts
 from tests.engine.stub import expect_idle, make_engine
 from tests.worker.harness import Queue, Refusal
-from worker.blame import Quarantine
-from worker.cancellation import Canceller
+from tokenmill.protocol.scripts import Scripts
 from worker.cli import settings_from
-from worker.gate import Gate
-from worker.held import Held
-from worker.intake import Intake
-from worker.lease import Keeper
-from worker.link import Contact, RedisClock
-from worker.logprobs import LogprobsWriter
+from worker.jobs.held import Held
+from worker.jobs.logprobs import LogprobsWriter
+from worker.jobs.results import Results
+from worker.jobs.translate import Translator
 from worker.loop import EngineLoop
-from worker.publisher import Publisher
-from worker.results import Results
-from worker.sweeper import Sweeper
-from worker.threads import Mailbox
-from worker.translate import Translator
+from worker.ops.links import Contact, RedisClock
+from worker.ops.threads import Mailbox
+from worker.queue.canceller import Canceller
+from worker.queue.gate import Gate
+from worker.queue.intake import Intake
+from worker.queue.keeper import Keeper
+from worker.queue.publisher import Publisher
+from worker.queue.quarantine import Quarantine
+from worker.queue.sweeper import Sweeper
 
 SEEDS = 1000
 FOR_EVER = 1e18

@@ -13,8 +13,8 @@ from tests.models.tiny import build
 from tests.support import eventually
 from tests.worker.harness import Inside, Queue
 from worker.cli import settings_from
-from worker.exits import Exit
 from worker.loading import Loaded, load
+from worker.ops.exits import Exit
 
 
 def loaded(path: Path, **options: Any) -> tuple[Loaded, list[Any]]:

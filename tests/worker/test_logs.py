@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import structlog
 
-from producer.protocol.errors import ErrorCode
-from producer.protocol.job import Identity
-from producer.protocol.scripts import Ref, Scripts
 from tests.support import eventually
 from tests.worker.fakes import POISON
 from tests.worker.harness import Queue, inside
-from worker import logs
+from tokenmill.protocol.errors import ErrorCode
+from tokenmill.protocol.job import Identity
+from tokenmill.protocol.scripts import Ref, Scripts
+from worker.ops import logs
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from engine.outputs import Finished, Outcome, StepOutput
 from engine.request import Request, SamplingParams
 from tests.support import eventually
 from tests.worker.fakes import FakeEngine
+from worker.jobs.results import Answer
 from worker.loop import Add, Cancel, Do, Drop, EngineLoop
-from worker.outbox import BACKLOG
-from worker.results import Answer
+from worker.queue.outbox import BACKLOG
 
 
 def request(handle: str, tokens: int = 3) -> Request:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from engine.outputs import Delta, Finished, Logprob, Outcome, StepOutput, TokenLogprobs
-from producer.protocol.result import Status
-from worker.outbox import BACKLOG, Outbox, merge
-from worker.results import Answer
+from tokenmill.protocol.result import Status
+from worker.jobs.results import Answer
+from worker.queue.outbox import BACKLOG, Outbox, merge
 
 
 def delta(request: str, index: int, token: int) -> Delta:

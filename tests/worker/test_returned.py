@@ -7,16 +7,16 @@ from unittest.mock import MagicMock
 import pytest
 import redis
 
-from producer.protocol.job import Identity
-from producer.protocol.result import Result, Status
-from producer.protocol.scripts import CancelReply, Delivery, Ref, Scripts, StartStatus
 from tests.support import eventually
 from tests.worker.fakes import FakeEngine
 from tests.worker.harness import Queue, inside
+from tokenmill.protocol.job import Identity
+from tokenmill.protocol.result import Result, Status
+from tokenmill.protocol.scripts import CancelReply, Delivery, Ref, Scripts, StartStatus
 from worker.cli import settings_from
-from worker.held import Held
-from worker.intake import Intake
-from worker.sweeper import Sweeper
+from worker.jobs.held import Held
+from worker.queue.intake import Intake
+from worker.queue.sweeper import Sweeper
 
 BODY = {"prompt": "x", "max_tokens": 2}
 

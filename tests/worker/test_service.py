@@ -10,12 +10,12 @@ import orjson
 import pytest
 import structlog
 
-from producer.protocol.job import JobEntry
-from producer.protocol.scripts import CancelReply, Scripts
 from tests.support import eventually
 from tests.worker.fakes import POISON, FakeEngine, text_of
 from tests.worker.harness import Inside, Queue, inside
-from worker.exits import Exit
+from tokenmill.protocol.job import JobEntry
+from tokenmill.protocol.scripts import CancelReply, Scripts
+from worker.ops.exits import Exit
 
 
 def test_a_job_streams_its_text_and_ends_with_the_same_text(queue: Queue) -> None:

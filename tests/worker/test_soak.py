@@ -15,15 +15,15 @@ import structlog
 
 from engine.build import CacheOptions, build_engine
 from engine.config import EngineConfig, ModelOptions
-from producer.protocol.connection import command_client
-from producer.protocol.keys import Keys
-from producer.protocol.result import Status
 from tests.chaos.jobs import Task, make_task
 from tests.engine.stub import expect_idle
 from tests.models.tiny import build
 from tests.support import RedisServer, eventually
 from tests.worker import books
 from tests.worker.harness import Inside, Queue
+from tokenmill.protocol.connection import command_client
+from tokenmill.protocol.keys import Keys
+from tokenmill.protocol.result import Status
 
 WINDOW = 60
 """Jobs in the queue at most, so that all are told apart from a queue that only grows."""

@@ -12,13 +12,13 @@ import structlog
 
 from engine.models.chat import ChatError, Tokenizer
 from engine.request import Bans, Request
-from producer.protocol.errors import ErrorCode, JobError
-from producer.protocol.job import Identity, JobEntry
 from tests.models.tiny import tokenizer
 from tests.worker.fakes import FakeEngine, FakeModel
+from tokenmill.protocol.errors import ErrorCode, JobError
+from tokenmill.protocol.job import Identity, JobEntry
 from worker.cli import settings_from
-from worker.held import Job, Structure
-from worker.translate import Translator
+from worker.jobs.held import Job, Structure
+from worker.jobs.translate import Translator
 
 FILE = "generation_config.json"
 
@@ -231,9 +231,9 @@ def test_logprobs_are_read_as_openai_and_as_a_count(body: Any, count: int | None
 
 def test_logprobs_that_no_result_could_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     body = {"prompt": "x" * 10, "max_tokens": 20, "logprobs": 4, "prompt_logprobs": 9, "n": 2}
-    monkeypatch.setattr("worker.translate.MAX_LOGPROBS", 2 * (20 * 5 + 10 * 10))
+    monkeypatch.setattr("worker.jobs.translate.MAX_LOGPROBS", 2 * (20 * 5 + 10 * 10))
     assert translate(body)[1].params.logprobs == 4
-    monkeypatch.setattr("worker.translate.MAX_LOGPROBS", 2 * (20 * 5 + 10 * 10) - 1)
+    monkeypatch.setattr("worker.jobs.translate.MAX_LOGPROBS", 2 * (20 * 5 + 10 * 10) - 1)
     assert "logprobs" in refusal(body).message
 
 

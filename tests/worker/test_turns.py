@@ -14,15 +14,15 @@ import redis
 
 from engine.engine import Engine
 from engine.outputs import StepOutput
-from producer.client import Client
-from producer.protocol.replies import Ref
-from producer.protocol.scripts import Scripts
 from tests.engine.stub import make_engine
 from tests.support import eventually
 from tests.worker.harness import Inside, Queue, inside
+from tokenmill.client.sync import Client
+from tokenmill.protocol.replies import Ref
+from tokenmill.protocol.scripts import Scripts
 from worker.cli import settings_from
-from worker.held import Job, Phase
-from worker.intake import Intake
+from worker.jobs.held import Job, Phase
+from worker.queue.intake import Intake
 
 BODY: dict[str, Any] = {"prompt": [5, 6, 7], "temperature": 0, "ignore_eos": True}
 

@@ -1,0 +1,1 @@
+"""From logits to ids and from ids to text: sampling, grammars, detokenisation."""

@@ -1,0 +1,267 @@
+"""JSON schemas of requests, checked keyword by keyword and rewritten before llguidance compiles them.
+
+llguidance ignores keywords that it does not know, takes options of its own from the schema, and reads some keywords
+more loosely than the standard. A user's schema must not reach it unread: what is not listed here is refused by name,
+at every level, and what llguidance would enforce only in part is rewritten so that it is enforced, or refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import quote, unquote
+
+from engine.request import GrammarError
+from engine.sampling.formats import LENGTHS, PATTERNS
+from engine.sampling.patterns import PatternError, translate
+
+Path = tuple[str, ...]
+
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+ANNOTATIONS = frozenset(
+    {"$schema", "$id", "$anchor", "$comment", "title", "description", "default", "examples", "deprecated"}
+    | {"readOnly", "writeOnly", "contentEncoding", "contentMediaType", "discriminator"}
+)
+"""Keywords that describe and never restrict; they are left out."""
+MAX_NUMBER = 2**53
+"""Beyond it, neighbouring integers are one number to most readers of JSON, and to llguidance."""
+_DRAFT = re.compile(r"https?://json-schema\.org/(draft-0[4-7]|draft/20(19-09|20-12))/schema#?")
+_UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
+"""Characters that a JSON string can only hold as `\\uXXXX`. Such escapes are never generated, since with them a
+property that is listed could be written under a name that only looks different."""
+
+
+def prepare(schema: Any) -> dict[str, Any]:
+    """Check a JSON schema and rewrite it for llguidance; equal schemas give equal results.
+
+    Raises:
+        GrammarError: it is no schema, or uses what is not supported; the message begins with the place (a JSON
+            pointer) and names the keyword.
+        RecursionError: it is nested too deeply.
+    """
+    if not isinstance(schema, dict | bool):
+        raise GrammarError("a JSON schema is an object, true or false")
+    if schema is False:
+        raise GrammarError("nothing is valid under the schema false")
+    walk = _Walk(schema)
+    prepared = walk.schema(schema, ())
+    walk.check_references()
+    return prepared if isinstance(prepared, dict) else {}
+
+
+class _Walk:
+    """One pass over a schema; collects where subschemas and references are."""
+
+    def __init__(self, root: Any) -> None:
+        identity = root.get("$id") if isinstance(root, dict) else None
+        self._id = identity.rstrip("#") if isinstance(identity, str) else None
+        self._places: set[Path] = set()
+        self._references: list[tuple[Path, str, Path]] = []
+
+    def schema(self, schema: Any, at: Path) -> Any:
+        """Check and rewrite the subschema at `at`."""
+        self._places.add(at)
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise _wrong(at, "a schema is an object, true or false")
+        out: dict[str, Any] = {}
+        for key, value in schema.items():
+            handler = _KEYWORDS.get(key)
+            if handler is not None:
+                out[key] = handler(self, value, (*at, key))
+            elif key not in ANNOTATIONS:
+                raise _wrong(at, f"{key} is not supported")
+        self._check_identity(schema, at)
+        _check_combinations(schema, at)
+        _replace_format(out)
+        return out
+
+    def check_references(self) -> None:
+        """Raise for a `$ref` that does not lead to a subschema."""
+        for at, reference, target in self._references:
+            if target not in self._places:
+                raise _wrong(at, f"{reference} is not a place of a schema in this schema")
+
+    def _check_identity(self, schema: dict[str, Any], at: Path) -> None:
+        if at:
+            for key in ("$id", "$schema"):
+                if key in schema:
+                    raise _wrong(at, f"{key} is supported at the top only")
+        draft = schema.get("$schema")
+        if draft is not None and not (isinstance(draft, str) and _DRAFT.fullmatch(draft)):
+            raise _wrong(at, "$schema is not a draft of json-schema.org from 4 to 2020-12")
+
+    # ── keywords ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def list_(self, value: Any, at: Path) -> list[Any]:
+        if not isinstance(value, list):
+            raise _wrong(at, "must be a list of schemas")
+        return [self.schema(one, (*at, str(i))) for i, one in enumerate(value)]
+
+    def map_(self, value: Any, at: Path) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise _wrong(at, "must be an object of schemas")
+        for name in value:
+            _check_text(name, at)
+        return {name: self.schema(one, (*at, name)) for name, one in value.items()}
+
+    def pattern_map(self, value: Any, at: Path) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise _wrong(at, "must be an object of schemas")
+        out: dict[str, Any] = {}
+        for pattern, one in value.items():
+            key = self.pattern(pattern, at)
+            if key in out:
+                raise _wrong(at, f"{pattern} stands twice")
+            out[key] = self.schema(one, (*at, pattern))
+        return out
+
+    def items(self, value: Any, at: Path) -> Any:
+        return self.list_(value, at) if isinstance(value, list) else self.schema(value, at)
+
+    def reference(self, value: Any, at: Path) -> str:
+        if not isinstance(value, str):
+            raise _wrong(at, "must be a string")
+        local = value.removeprefix(self._id) if self._id and value.startswith(f"{self._id}#") else value
+        if local != "#" and not local.startswith("#/"):
+            raise _wrong(at, f"{value} does not begin with #/: only references inside the schema are supported")
+        target = tuple(unquote(part).replace("~1", "/").replace("~0", "~") for part in local.split("/")[1:])
+        self._references.append((at, value, target))
+        return "/".join(["#", *(quote(part.replace("~", "~0").replace("/", "~1"), safe="~$") for part in target)])
+
+    def pattern(self, value: Any, at: Path) -> str:
+        if not isinstance(value, str):
+            raise _wrong(at, "must be a string")
+        try:
+            return translate(value)
+        except PatternError as error:
+            raise _wrong(at, str(error)) from None
+
+    def type_(self, value: Any, at: Path) -> Any:
+        for one in value if isinstance(value, list) else [value]:
+            if one not in TYPES:
+                raise _wrong(at, f"{one!r} is not one of {', '.join(TYPES)}")
+        return value
+
+    def value(self, value: Any, at: Path) -> Any:
+        """A value of `const` or `enum`: every text and number in it must be one that can be written."""
+        if isinstance(value, dict):
+            for name, one in value.items():
+                _check_text(name, at)
+                self.value(one, at)
+        elif isinstance(value, list):
+            for one in value:
+                self.value(one, at)
+        elif isinstance(value, str):
+            _check_text(value, at)
+        elif isinstance(value, int | float):
+            _check_number(value, at)
+        return value
+
+    def values(self, value: Any, at: Path) -> Any:
+        if not isinstance(value, list):
+            raise _wrong(at, "must be a list of values")
+        return self.value(value, at)
+
+    def names(self, value: Any, at: Path) -> Any:
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise _wrong(at, "must be a list of names")
+        return self.value(value, at)
+
+    def number(self, value: Any, at: Path) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise _wrong(at, "must be a number")
+        _check_number(value, at)
+        return value
+
+    def exclusive(self, value: Any, at: Path) -> Any:
+        """A bound, or a flag of `minimum` and `maximum` as draft 4 has it."""
+        return value if isinstance(value, bool) else self.number(value, at)
+
+    def step(self, value: Any, at: Path) -> Any:
+        if self.number(value, at) <= 0:
+            raise _wrong(at, "must be above 0")
+        return value
+
+    def count(self, value: Any, at: Path) -> int:
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
+            raise _wrong(at, "must be an integer of at least 0")
+        return int(value)
+
+    def format_(self, value: Any, at: Path) -> str:
+        if value not in PATTERNS:
+            raise _wrong(at, f"{value!r} is not one of {', '.join(sorted(PATTERNS))}")
+        return str(value)
+
+
+_Handler = Callable[[_Walk, Any, Path], Any]
+_KEYWORDS: dict[str, _Handler] = {
+    "$defs": _Walk.map_,
+    "definitions": _Walk.map_,
+    "$ref": _Walk.reference,
+    "allOf": _Walk.list_,
+    "anyOf": _Walk.list_,
+    "oneOf": _Walk.list_,
+    "type": _Walk.type_,
+    "const": _Walk.value,
+    "enum": _Walk.values,
+    "items": _Walk.items,
+    "prefixItems": _Walk.list_,
+    "additionalItems": _Walk.schema,
+    "minItems": _Walk.count,
+    "maxItems": _Walk.count,
+    "properties": _Walk.map_,
+    "patternProperties": _Walk.pattern_map,
+    "additionalProperties": _Walk.schema,
+    "required": _Walk.names,
+    "minProperties": _Walk.count,
+    "maxProperties": _Walk.count,
+    "minLength": _Walk.count,
+    "maxLength": _Walk.count,
+    "pattern": _Walk.pattern,
+    "format": _Walk.format_,
+    "minimum": _Walk.number,
+    "maximum": _Walk.number,
+    "exclusiveMinimum": _Walk.exclusive,
+    "exclusiveMaximum": _Walk.exclusive,
+    "multipleOf": _Walk.step,
+}
+"""Every keyword that restricts, and is enforced."""
+
+
+def _check_combinations(schema: dict[str, Any], at: Path) -> None:
+    if "additionalItems" in schema and not isinstance(schema.get("items"), list):
+        raise _wrong(at, "additionalItems is supported only where items is a list")
+    least = schema.get("minProperties", 0)
+    sure = len(set(schema.get("required", ())))
+    if least > sure + 1:
+        # A grammar cannot tell keys that it has seen: the same key twice would count twice.
+        raise _wrong(at, f"minProperties above the number of required properties + 1 ({sure + 1}) is not supported")
+
+
+def _replace_format(schema: dict[str, Any]) -> None:
+    """Put the pattern of a format in its place: llguidance's own are looser."""
+    name = schema.pop("format", None)
+    if name is None:
+        return
+    schema["allOf"] = [*schema.get("allOf", ()), {"pattern": f"^(?:{PATTERNS[name]})$"}]
+    if name in LENGTHS:
+        schema["maxLength"] = min(schema.get("maxLength", LENGTHS[name]), LENGTHS[name])
+
+
+def _check_text(text: str, at: Path) -> None:
+    found = _UNWRITABLE.search(text)
+    if found is not None:
+        raise _wrong(at, f"the character U+{ord(found[0]):04X} cannot be generated in a string")
+
+
+def _check_number(value: float, at: Path) -> None:
+    if abs(value) > MAX_NUMBER:
+        raise _wrong(at, f"{value} is beyond ±2^53, where numbers lose their last digits")
+
+
+def _wrong(at: Path, problem: str) -> GrammarError:
+    pointer = "".join(f"/{part}" for part in at)
+    return GrammarError(f"{pointer[:200]}: {problem[:300]}" if pointer else problem[:300])

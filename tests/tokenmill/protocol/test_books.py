@@ -1,0 +1,195 @@
+"""What is counted is there: counters heal where somebody deletes entries or lanes, and readers hear of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from producer.janitor import clean_up
+from tests.tokenmill.mini import Queue
+from tokenmill.client.sync import Client
+from tokenmill.protocol.calls import QuotaExceeded
+from tokenmill.protocol.events import FinalEvent
+from tokenmill.protocol.job import Identity, JobEntry
+from tokenmill.protocol.keys import GROUP
+from tokenmill.protocol.replies import Ref, StartStatus
+from tokenmill.protocol.result import Result, Status
+from tokenmill.protocol.scripts import DELETED, Scripts
+
+BODY = b'{"prompt":"x"}'
+
+
+def delete(queue: Queue, entry: str, lane: str = "normal") -> None:
+    """As an operator would, by hand."""
+    queue.redis.xdel(queue.keys.lane(lane), entry)
+
+
+def look(queue: Queue, scripts: Scripts) -> int:
+    """Looks and grace over at once: what is missing is missed by the first look and ended by the second."""
+    ended = scripts.reconcile(1000, look_ms=-1000)
+    return ended + scripts.reconcile(1000, look_ms=-1000)
+
+
+def run(scripts: Scripts, ref: Ref, who: Identity) -> None:
+    started = scripts.start(ref, who, prompt_tokens=1)
+    assert started.status is StartStatus.OK
+    scripts.finalise(ref, who, Result(ref.id, Status.SUCCEEDED), fence=started.fence, published=0)
+
+
+class TestQuota:
+    def test_the_same_id_again_counts_once(self, queue: Queue) -> None:
+        scripts, quota = queue.scripts(), queue.keys.quota("t")
+        for _ in range(3):
+            delete(queue, scripts.enqueue(JobEntry("a", BODY, tenant="t", group="g")))
+        scripts.enqueue(JobEntry("a", BODY, tenant="t", group="g"))
+        assert queue.redis.get(quota) == b"1"
+        assert queue.hash(queue.keys.group("g")) == {"total": "1"}
+        (found,) = scripts.read(1) or ()
+        run(scripts, Ref("normal", found.entry, "a"), Identity("a", tenant="t", group="g"))
+        assert (queue.redis.get(quota), queue.redis.exists(queue.keys.booked("t"))) == (b"0", 0)
+        assert queue.hash(queue.keys.group("g")) == {"total": "1", "succeeded": "1"}
+
+    def test_the_same_id_for_another_tenant_and_group_is_counted_there_alone(self, queue: Queue) -> None:
+        scripts = queue.scripts()
+        delete(queue, scripts.enqueue(JobEntry("a", BODY, tenant="t", group="g")))
+        scripts.enqueue(JobEntry("a", BODY, tenant="u", group="h"))
+        assert queue.redis.mget(queue.keys.quota("t"), queue.keys.quota("u")) == [b"0", b"1"]
+        assert queue.hash(queue.keys.group("g")) == {"total": "0"}
+        assert queue.hash(queue.keys.group("h")) == {"total": "1"}
+
+    def test_the_same_id_as_a_bare_entry_counts_once(self, queue: Queue) -> None:
+        scripts, who = queue.scripts(), Identity("a", tenant="t", group="g")
+        delete(queue, scripts.enqueue(JobEntry("a", BODY, tenant="t", group="g")))
+        run(scripts, queue.deliver(scripts, "a", tenant="t", group="g"), who)
+        assert queue.redis.get(queue.keys.quota("t")) == b"0"
+        assert queue.hash(queue.keys.group("g")) == {"total": "1", "succeeded": "1"}
+
+    @pytest.mark.parametrize("whole_lane", [False, True])
+    def test_at_its_cap_a_tenant_is_not_kept_out_by_what_is_gone(self, queue: Queue, whole_lane: bool) -> None:
+        scripts = queue.scripts()
+        queue.redis.hset(queue.keys.meta, "max_per_tenant", 3)
+        entries = [scripts.enqueue(JobEntry(f"{n}", BODY, tenant="t")) for n in range(3)]
+        with pytest.raises(QuotaExceeded) as refused:
+            scripts.enqueue(JobEntry("new", BODY, tenant="t"))
+        assert refused.value.used == 3
+        if whole_lane:
+            queue.redis.delete(queue.keys.lane("normal"))
+        else:
+            delete(queue, entries[1])
+        scripts.enqueue(JobEntry("new", BODY, tenant="t"))
+        assert queue.redis.get(queue.keys.quota("t")) == (b"1" if whole_lane else b"3")
+
+    def test_any_number_of_jobs_that_are_gone_is_found_in_time(self, queue: Queue) -> None:
+        scripts = queue.scripts()
+        entries = [scripts.enqueue(JobEntry(f"{n}", BODY, tenant="t")) for n in range(40)]
+        queue.redis.hset(queue.keys.meta, "max_per_tenant", 40)
+        delete(queue, entries[-1])
+        for _ in range(2):  # sixteen are looked at in a call
+            with pytest.raises(QuotaExceeded):
+                scripts.enqueue(JobEntry("new", BODY, tenant="t"))
+        scripts.enqueue(JobEntry("new", BODY, tenant="t"))
+
+    def test_a_quota_that_somebody_overwrote_is_written_anew(self, queue: Queue) -> None:
+        scripts = queue.scripts()
+        scripts.enqueue(JobEntry("a", BODY, tenant="t"))
+        queue.redis.set(queue.keys.quota("t"), 17)
+        queue.redis.set(queue.keys.booked("u"), "no sorted set")
+        scripts.enqueue(JobEntry("b", BODY, tenant="t"))
+        scripts.enqueue(JobEntry("c", BODY, tenant="u"))
+        assert queue.redis.mget(queue.keys.quota("t"), queue.keys.quota("u")) == [b"2", b"1"]
+
+
+class TestReconcile:
+    def test_a_job_whose_entry_is_gone_ends_as_cancelled_and_says_why(self, queue: Queue, client: Client) -> None:
+        scripts, keys = queue.scripts(), queue.keys
+        entry = JobEntry("a", BODY, tenant="t", group="g", callback="https://x/")
+        delete(queue, scripts.enqueue(entry))
+        scripts.enqueue(JobEntry("stays", BODY, tenant="t"))
+        assert look(queue, scripts) == 1
+        result = client.job("a").result(timeout=1)
+        assert (result.status, result.cancel_reason, result.choices) == (Status.CANCELLED, DELETED, ())
+        assert isinstance(queue.events()[-1], FinalEvent)
+        assert queue.redis.get(keys.quota("t")) == b"1"
+        assert queue.hash(keys.group("g")) == {"total": "1", "cancelled": "1"}
+        assert [f[b"id"] for _, f in queue.redis.xrange(keys.callbacks)] == [b"a"]
+        assert 0 < queue.redis.ttl(keys.job("a")) <= 86_400
+        assert queue.redis.zrange(keys.open, 0, -1) == [b"stays"]
+        assert look(queue, scripts) == 0
+        assert queue.hash(keys.job("stays"))["state"] == "queued"
+
+    def test_a_deleted_lane_ends_what_waited_and_what_ran_in_it(self, queue: Queue) -> None:
+        scripts, who = queue.scripts(), Identity("ran", tenant="t")
+        queue.redis.hset(queue.keys.meta, "max_running_per_tenant", 5)
+        ref = queue.deliver(scripts, "ran", tenant="t")
+        scripts.start(ref, who, prompt_tokens=1)
+        waiting = [f"w{n}" for n in range(50)]
+        for job_id in waiting:
+            scripts.enqueue(JobEntry(job_id, BODY))
+        queue.redis.delete(queue.keys.lane("normal"))
+        assert clean_up(queue.redis, queue.keys)["jobs"] == 0, "not before a second look"
+        assert look(queue, scripts) == 51
+        assert queue.redis.exists(*(queue.keys.result(job_id) for job_id in ["ran", *waiting])) == 51
+        assert not queue.redis.exists(queue.keys.open, queue.keys.running("t"))
+
+    def test_not_as_long_as_an_unread_entry_may_be_the_same_job_moved(self, queue: Queue) -> None:
+        """Somebody adds it to another lane with a bare XADD, then deletes the first entry."""
+        scripts, keys = queue.scripts(), queue.keys
+        first = scripts.enqueue(JobEntry("a", BODY))
+        moved = queue.add("a", lane="high")
+        delete(queue, first)
+        for _ in range(3):
+            assert look(queue, scripts) == 0
+        (found,) = scripts.read(1) or ()
+        assert found.entry == moved.entry
+        run(scripts, Ref("high", found.entry, "a"), Identity("a"))
+        assert look(queue, scripts) == 0
+        assert Result.from_json(queue.redis.get(keys.result("a")) or b"").status is Status.SUCCEEDED
+
+    def test_a_job_that_was_enqueued_again_or_put_aside_is_left_alone(self, queue: Queue) -> None:
+        scripts = queue.scripts()
+        for job_id in ("again", "aside"):
+            delete(queue, scripts.enqueue(JobEntry(job_id, BODY)))
+        scripts.reconcile(look_ms=-1000)
+        scripts.enqueue(JobEntry("again", BODY))
+        scripts.enqueue(JobEntry("aside", BODY), delay=60)
+        assert look(queue, scripts) == 0
+        assert queue.redis.zrange(queue.keys.open, 0, -1) == [b"again"]
+
+    def test_each_job_is_looked_at_in_turn_and_not_all_the_time(self, queue: Queue) -> None:
+        scripts = queue.scripts()
+        for n in range(10):
+            scripts.enqueue(JobEntry(f"{n}", BODY))
+        delete(queue, next(e.decode() for e, f in queue.redis.xrange(queue.keys.lane("normal")) if f[b"id"] == b"9"))
+        assert scripts.reconcile() == 0, "all were added a moment ago"
+        assert queue.redis.zcount(queue.keys.open, "-inf", "(0") == 0
+        for _ in range(5):
+            scripts.reconcile(4, look_ms=-1)
+        assert queue.redis.zcount(queue.keys.open, "-inf", "+inf") == 9
+
+    def test_what_is_no_jobs_id_leaves_the_index(self, queue: Queue) -> None:
+        scripts = queue.scripts()
+        queue.redis.zadd(queue.keys.open, {b"\xff": 1, "unknown": 2, "old": -1})
+        assert look(queue, scripts) == 0
+        assert not queue.redis.exists(queue.keys.open)
+
+    def test_an_ended_job_is_in_no_index(self, queue: Queue) -> None:
+        scripts = queue.scripts()
+        run(scripts, queue.deliver(scripts, "bare", tenant="t"), Identity("bare", tenant="t"))
+        scripts.enqueue(JobEntry("a", BODY, tenant="t"))
+        scripts.cancel("a")
+        assert not queue.redis.exists(queue.keys.open, queue.keys.booked("t"))
+        assert queue.redis.xpending(queue.keys.lane("normal"), GROUP)["pending"] == 0
+
+
+class TestLives:
+    @pytest.mark.parametrize(("published", "expected"), [(("1000", "100"), (1000, 100)), (("50", "900"), (50, 50))])
+    def test_a_cancel_keeps_result_and_stream_as_long_as_the_workers_do(
+        self, queue: Queue, client: Client, published: tuple[str, str], expected: tuple[int, int]
+    ) -> None:
+        fields = {"result_ttl_seconds": published[0], "stream_ttl_seconds": published[1]}
+        queue.redis.hset(queue.keys.meta, mapping=fields)  # type: ignore[arg-type]
+        for job in (client.submit("x", id="a", group="g"), client.submit("x", id="b", delay=60)):
+            job.cancel()
+            for key in (queue.keys.result(job.id), queue.keys.job(job.id)):
+                assert expected[0] - 10 < queue.redis.ttl(key) <= expected[0]
+            assert expected[1] - 10 < queue.redis.ttl(queue.keys.out(job.id)) <= expected[1]
+        assert expected[0] - 10 < queue.redis.ttl(queue.keys.group("g")) <= expected[0]

@@ -1,0 +1,58 @@
+"""A variable of the environment that means nothing is told with the one that was meant."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tokenmill.protocol.environment import CLERK, COMMANDS, misspelt
+from worker.settings import VARIABLES
+
+KNOWN = COMMANDS | CLERK | VARIABLES
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("TOKENMILL_MAX_NUM_SEQ", "TOKENMILL_MAX_NUM_SEQS"),
+        ("TOKENMILL_MODLE", "TOKENMILL_MODEL"),
+        ("TOKENMILL_QUEU", "TOKENMILL_QUEUE"),
+        ("TOKENMILL_REDIS_URL", "TOKENMILL_REDIS"),
+        ("TOKENMILL_CALLBACK_HOST", "TOKENMILL_CALLBACK_HOSTS"),
+        ("TOKENMILL_queue", "TOKENMILL_QUEUE"),
+        ("TOKENMIL_QUEUE", "TOKENMILL_QUEUE"),
+        ("tokenmill_redis", "TOKENMILL_REDIS"),
+        ("TOKENMILL_SOMETHING_ELSE_ENTIRELY", None),
+    ],
+)
+def test_a_misspelt_variable_is_told_with_the_right_one(name: str, nearest: str | None) -> None:
+    (found,) = misspelt({name: "secret"}, KNOWN)
+    assert (found.name, found.nearest) == (name, nearest)
+    assert name in str(found)
+    assert "secret" not in str(found)
+
+
+def test_other_variables_are_nobodys_business() -> None:
+    environ = dict.fromkeys((*KNOWN, "PATH", "TOKENIZERS_PARALLELISM", "TOKEN", "TOKENMILL_TEST_NO_SKIP"), "x")
+    # Kubernetes sets these for a service called tokenmill.
+    environ |= {
+        "TOKENMILL_SERVICE_HOST": "10.0.0.1",
+        "TOKENMILL_SERVICE_PORT_HTTP": "80",
+        "TOKENMILL_PORT": "tcp://x:1",
+    }
+    environ |= {"TOKENMILL_PORT_80_TCP_ADDR": "10.0.0.1", "TOKENMILL_REDIS_SERVICE_PORT": "6379"}
+    assert not list(misspelt(environ, KNOWN))
+
+
+@pytest.mark.parametrize("folder", ["producer", "worker", "docs"])
+def test_every_variable_that_code_or_docs_name_is_known(folder: str) -> None:
+    named = {
+        name
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".md")
+        for name in re.findall(r"\bTOKENMILL_[A-Z][A-Z_]+[A-Z]\b", path.read_text())
+    }
+    assert named - {"TOKENMILL_SOME_NAME", "TOKENMILL_QUEU"} <= KNOWN

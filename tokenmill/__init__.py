@@ -1,0 +1,73 @@
+"""What other services import to use the queue: `Client`, `AsyncClient` and what they return and raise.
+
+Names are looked up when they are first used. Nothing is imported before: until this module has run, the command cannot
+handle a Ctrl-C.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # as typing's, which would have to be imported
+if TYPE_CHECKING:
+    from typing import Any
+
+    from tokenmill.client.aio import AsyncClient, AsyncJob
+    from tokenmill.client.core import JobLost, TextRestarted
+    from tokenmill.client.sync import Client, Job
+    from tokenmill.protocol.calls import EnqueueRefused, JobExists, QueueFull, QuotaExceeded
+    from tokenmill.protocol.errors import ErrorCode, JobError
+    from tokenmill.protocol.events import Event, FinalEvent, StartEvent, TokenEvent
+    from tokenmill.protocol.replies import CancelReply
+    from tokenmill.protocol.result import Choice, ErrorInfo, Result, Status, Timings, Usage
+
+__all__ = [
+    "AsyncClient",
+    "AsyncJob",
+    "CancelReply",
+    "Choice",
+    "Client",
+    "EnqueueRefused",
+    "ErrorCode",
+    "ErrorInfo",
+    "Event",
+    "FinalEvent",
+    "Job",
+    "JobError",
+    "JobExists",
+    "JobLost",
+    "QueueFull",
+    "QuotaExceeded",
+    "Result",
+    "StartEvent",
+    "Status",
+    "TextRestarted",
+    "Timings",
+    "TokenEvent",
+    "Usage",
+]
+
+_MODULES = (
+    "tokenmill.protocol.errors",
+    "tokenmill.protocol.events",
+    "tokenmill.protocol.replies",
+    "tokenmill.protocol.result",
+    "tokenmill.protocol.calls",
+    "tokenmill.client.core",
+    "tokenmill.client.sync",
+    "tokenmill.client.aio",
+)
+"""Where the names are, those first that import the least."""
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name in __all__:
+        for module in map(importlib.import_module, _MODULES):
+            if hasattr(module, name):
+                found = globals()[name] = getattr(module, name)
+                return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,168 @@
+"""The requests in flight: submitted in batches, collected as they finish.
+
+One blocking read of the group's stream tells which jobs have ended, however many are in flight; their results are then
+fetched a few at a time. What the stream does not tell (jobs of a run before this one, a Redis that came back empty) is
+found by looking at all of them when nothing has happened for a while.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
+
+from redis.exceptions import NoPermissionError, RedisError
+
+from tokenmill.batch.index import Line
+from tokenmill.batch.report import BatchStopped
+from tokenmill.batch.response import Asked
+from tokenmill.client.core import READ_COUNT
+from tokenmill.client.sync import Client
+from tokenmill.protocol.calls import JobExists
+from tokenmill.protocol.faults import transient
+from tokenmill.protocol.job import JobEntry
+from tokenmill.protocol.result import Result
+
+T = TypeVar("T")
+
+IDLE_MS = 1000
+"""After so long without an end all results are looked for."""
+LINGER_S = 0.02
+"""Between two looks: ends that come one by one are taken together, which costs the worker's machine less."""
+RESUBMIT_S = 120.0
+"""A job that has no result for so long is submitted again, in case the queue has lost it; mostly it exists."""
+MAX_BYTES = 64 << 20
+"""Bodies in flight together, however wide the window is."""
+FETCH = 32
+"""Results fetched at once; one with log-probabilities can have many megabytes."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A request on its way; `size` is its body's."""
+
+    asked: Asked
+    line: Line
+    size: int
+    since: float = 0.0
+    """When it was submitted last, by the monotonic clock."""
+
+
+@dataclass(slots=True)
+class Ready:
+    """A request that is to be submitted."""
+
+    flight: Flight
+    body: bytes
+
+
+class Flights:
+    """Submits and collects; all of one group.
+
+    Every method raises `redis.RedisError` where Redis stays away, and `BatchStopped` where it is away and the run is
+    told to stop.
+    """
+
+    def __init__(self, client: Client, group: str, window: int, priority: str, stop: threading.Event) -> None:
+        self._client, self._group, self._priority, self._stop = client, group, priority, stop
+        self._window = window
+        self._held: dict[str, Flight] = {}
+        self._bytes = 0
+        self._last = "0"
+        self._look: list[str] = []
+        """Jobs that may have a result already."""
+        self._looked = 0.0
+        self._full_until = 0.0
+        self._may_forget = True
+        self._entries: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def room(self) -> int:
+        """How many more may be submitted now."""
+        if self._bytes >= MAX_BYTES or time.monotonic() < self._full_until:
+            return 0
+        return self._window - len(self._held)
+
+    def submit(self, batch: Sequence[Ready]) -> list[Ready]:
+        """Put them in flight, or make sure of them where they are; returns those for which the queue has no room."""
+        entries = [
+            JobEntry(id=ready.flight.asked.job_id, body=ready.body, stream=False, group=self._group) for ready in batch
+        ]
+        answers = self._patiently(lambda: self._client.submit_all(entries, self._priority))
+        refused = []
+        for ready, answer in zip(batch, answers, strict=True):
+            held = self._held.get(ready.flight.asked.job_id)
+            if held is not None:
+                held.since = time.monotonic()
+            elif answer is None or isinstance(answer, JobExists):
+                self._take(ready.flight)
+            else:
+                refused.append(ready)
+            if isinstance(answer, JobExists):
+                self._look.append(ready.flight.asked.job_id)
+        if refused:
+            self._full_until = time.monotonic() + IDLE_MS / 1000
+        return refused
+
+    def _take(self, flight: Flight) -> None:
+        flight.since = time.monotonic()
+        self._bytes += flight.size
+        self._held[flight.asked.job_id] = flight
+
+    def overdue(self) -> list[Line]:
+        """Lines to be submitted again."""
+        before = time.monotonic() - RESUBMIT_S
+        return [flight.line for flight in self._held.values() if flight.since < before]
+
+    def collect(self) -> Iterator[tuple[Flight, Result]]:
+        """Wait a little for ends; yields each finished request once."""
+        self._stop.wait(max(0.0, self._looked + LINGER_S - time.monotonic()))
+        ids, self._look = self._look, []
+        ended = self._patiently(lambda: self._client.finished(self._group, self._last, None if ids else IDLE_MS))
+        self._looked = time.monotonic() if len(ended) < READ_COUNT else 0.0
+        if ended:
+            self._last = ended[-1][0]
+            self._entries += (entry for entry, _ in ended)
+        ids += (job_id for _, job_id in ended)
+        yield from self._fetch([i for i in dict.fromkeys(ids) if i in self._held] if ids else list(self._held))
+
+    def _fetch(self, ids: Sequence[str]) -> Iterator[tuple[Flight, Result]]:
+        left = iter(ids)
+        while some := list(islice(left, FETCH)):
+            results = self._patiently(lambda some=some: self._client.results(some))  # type: ignore[misc]
+            for job_id, result in zip(some, results, strict=True):
+                if result is not None:
+                    flight = self._held.pop(job_id)
+                    self._bytes -= flight.size
+                    self._full_until = 0.0  # an end makes room
+                    yield flight, result
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Free what Redis holds of requests whose lines are on the disk. It would expire anyway."""
+        entries, self._entries = self._entries, []
+        todo = list(ids)
+        if not self._may_forget or not (todo or entries):
+            return
+        try:
+            for at in range(0, max(len(todo), len(entries)), 500):
+                some = (todo[at : at + 500], self._group, entries[at : at + 500])
+                self._client.patiently(lambda some=some: self._client.forget(*some), outage_s=0.0)  # type: ignore[misc]
+        except NoPermissionError:
+            self._may_forget = False
+        except RedisError as error:
+            if not transient(error):
+                raise
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        """All calls may be repeated: a job that was added is refused as existing, and reads change nothing."""
+        return self._client.patiently(call, pause=self._pause)
+
+    def _pause(self, seconds: float) -> None:
+        if self._stop.wait(seconds):
+            raise BatchStopped("stopped while Redis was away")

@@ -1,0 +1,140 @@
+"""The first pass: the whole file is checked before anything is submitted.
+
+A fault of a line's frame (no JSON, no custom id or one used before, another URL or model) is a fault of the file, as
+with OpenAI. A body that asks for what cannot be done is not: that line is answered with its error, and the others run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import orjson
+
+from tokenmill.batch.index import Index
+from tokenmill.batch.report import SHOWN_FAULTS, BatchInvalid, BatchStopped, Fault
+from tokenmill.batch.request import URLS, prefix_of
+from tokenmill.batch.source import MAX_LINE_BYTES, Raw, Source
+from tokenmill.protocol.errors import clean
+
+MAX_CUSTOM_ID = 512
+_KEYS = ("custom_id", "method", "url", "body")
+_CHUNK = 1000
+
+Row = tuple[int, int, int, int, str]
+
+
+class _Bad(Exception):
+    def __init__(self, code: str, message: str) -> None:
+        self.code, self.message = code, message
+
+
+class Validator:
+    """One pass over one file; holds what its lines must have in common."""
+
+    def __init__(self, source: Source, stop: threading.Event) -> None:
+        self._source, self._stop = source, stop
+        self._url: str | None = None
+        self._model: str | None = None
+        self._faults: list[Fault] = []
+        self._count = 0
+
+    def index(self) -> Index:
+        """The file's lines.
+
+        Raises:
+            BatchInvalid: with the file's faults.
+            BatchStopped: told to.
+        """
+        index = Index()
+        try:
+            rows = self._rows()
+            while chunk := list(islice(rows, _CHUNK)):
+                index.add(chunk)
+                if self._stop.is_set():
+                    raise BatchStopped("stopped while the input was checked; nothing was submitted")
+            index.seal()
+            self._check_ids(index)
+            if self._count == 0 and index.total == 0:
+                self._note(None, "empty_file", f"{self._source.path} holds no request")
+            if self._count:
+                raise BatchInvalid(sorted(self._faults, key=_place)[:SHOWN_FAULTS], self._count)
+        except BaseException:
+            index.close()
+            raise
+        return index
+
+    def _rows(self) -> Iterator[Row]:
+        for raw in self._source.lines():
+            try:
+                yield self._row(raw)
+            except _Bad as bad:
+                self._note(raw.number, bad.code, bad.message)
+
+    def _row(self, raw: Raw) -> Row:
+        if raw.data is None:
+            raise _Bad("line_too_long", f"more than {MAX_LINE_BYTES} bytes")
+        custom_id, _, body = self._frame(parse_line(raw.data))
+        return raw.number, raw.offset, len(raw.data), prefix_of(body), custom_id
+
+    def _frame(self, line: dict[str, Any]) -> tuple[str, str, dict[str, Any]]:
+        for key in _KEYS:
+            if line.get(key) is None:
+                raise _Bad("missing_required_parameter", f"{key} is missing")
+        unknown = next((key for key, value in line.items() if key not in _KEYS and value is not None), None)
+        if unknown is not None:
+            raise _Bad("unknown_parameter", f"unknown key {clean(unknown, 64)!r}")
+        custom_id, method, url, body = (line[key] for key in _KEYS)
+        if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
+            raise _Bad("invalid_custom_id", f"custom_id must be a string of 1 to {MAX_CUSTOM_ID} characters")
+        if method != "POST":
+            raise _Bad("invalid_method", "method must be POST")
+        if url not in URLS:
+            raise _Bad("invalid_url", f"url must be {' or '.join(URLS)}")
+        if not isinstance(body, dict):
+            raise _Bad("invalid_body", "body must be an object")
+        self._check_common(url, body.get("model"))
+        return custom_id, url, body
+
+    def _check_common(self, url: str, model: Any) -> None:
+        if self._url is None:
+            self._url = url
+        if url != self._url:
+            raise _Bad("url_mismatch", f"url is {url}, in the lines before it is {self._url}")
+        if model is None:
+            return
+        if not isinstance(model, str):
+            raise _Bad("invalid_model", "model must be a string")
+        if self._model is None:
+            self._model = model
+        if model != self._model:
+            raise _Bad(
+                "model_mismatch", f"model is {clean(model, 64)!r}, in the lines before it is {clean(self._model, 64)!r}"
+            )
+
+    def _check_ids(self, index: Index) -> None:
+        for number, first in index.repeated():
+            self._note(number, "duplicate_custom_id", f"line {first} has the same custom_id", extra=True)
+
+    def _note(self, number: int | None, code: str, message: str, extra: bool = False) -> None:
+        """Lines come in order, so the first faults are the ones to keep; `extra` ones come in an order of their own."""
+        self._count += 1
+        if len(self._faults) < (2 if extra else 1) * SHOWN_FAULTS:
+            self._faults.append(Fault(number, code, message))
+
+
+def _place(fault: Fault) -> int:
+    return fault.line or 0
+
+
+def parse_line(data: bytes) -> dict[str, Any]:
+    """A line as an object; raises `_Bad` for anything else."""
+    try:
+        line = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise _Bad("invalid_json_line", f"no JSON: {clean(error.msg, 120)} at character {error.pos}") from None
+    if not isinstance(line, dict):
+        raise _Bad("invalid_json_line", "must be an object")
+    return line

@@ -1,0 +1,147 @@
+"""What the commands have in common: exit statuses, options, and a client whose errors become exit statuses."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Annotated, Any, NoReturn
+
+import typer
+from redis.exceptions import AuthenticationError, RedisError
+
+from tokenmill.cli.interrupt import INTERRUPTED, interruptible
+from tokenmill.client.core import JobLost
+from tokenmill.client.sync import Client
+from tokenmill.protocol.calls import EnqueueRefused, JobExists
+from tokenmill.protocol.connection import command_client, redact
+from tokenmill.protocol.environment import CLERK, COMMANDS, misspelt
+from tokenmill.protocol.errors import JobError
+from tokenmill.protocol.keys import NAME, is_name
+from tokenmill.protocol.url import check_url
+
+
+class Exit(enum.IntEnum):
+    """Exit statuses of the producer's commands."""
+
+    SUCCEEDED = 0
+    FAILED = 1
+    """The job failed, or Redis lost it."""
+    USAGE = 2
+    """Wrong arguments, or a request that a worker would refuse."""
+    CANCELLED = 3
+    EXPIRED = 4
+    """The job's time ran out, or `--timeout` did."""
+    UNAVAILABLE = 5
+    """Redis cannot be reached, or the queue is full."""
+    INTERRUPTED = INTERRUPTED
+    """Ctrl-C, or nobody reads the text any more; `submit` cancels its job first."""
+
+
+EPILOG = (
+    "Exit status: 0 succeeded, 1 failed, 2 wrong usage, 3 cancelled, 4 expired or timed out, "
+    "5 Redis away or queue full, 130 Ctrl-C."
+)
+
+
+def end(status: Exit, note: str | None = None) -> NoReturn:
+    if note is not None:
+        print(note, file=sys.stderr)
+    raise typer.Exit(int(status))
+
+
+def called(context: Any, parameter: Any) -> str:
+    """How a parameter was given: its variable where it came from the environment, else its option."""
+    source = context.get_parameter_source(parameter.name)
+    if source is not None and source.name == "ENVIRONMENT":
+        return str(parameter.envvar)
+    return str(parameter.opts[0])
+
+
+def checked(check: Callable[[str], str]) -> Callable[[typer.Context, typer.CallbackParam, str | None], str | None]:
+    """A callback that ends a command with one line where `check` raises `ValueError`, before anything is done."""
+
+    def callback(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
+        try:
+            return None if value is None else check(value)
+        except ValueError as error:
+            end(Exit.USAGE, f"{called(context, parameter)}: {error}")
+
+    return callback
+
+
+def _name(text: str) -> str:
+    if not is_name(text):
+        raise ValueError(f"must match {NAME.pattern}")
+    return text
+
+
+Url = Annotated[str, typer.Option("--redis", envvar="TOKENMILL_REDIS", help="Redis URL.", callback=checked(check_url))]
+Queue = Annotated[str, typer.Option("--queue", envvar="TOKENMILL_QUEUE", help="Queue name.", callback=checked(_name))]
+Prefix = Annotated[
+    str,
+    typer.Option("--prefix", envvar="TOKENMILL_PREFIX", help="What every key starts with.", callback=checked(_name)),
+]
+
+
+def warn_of_variables(environ: Mapping[str, str]) -> None:
+    """Tell on stderr which variables look like settings of ours and are none."""
+    known = COMMANDS | CLERK
+    if any(misspelt(environ, known)):  # the worker's settings are known to the worker, and import more
+        with suppress(ModuleNotFoundError):
+            known |= importlib.import_module("worker.settings").VARIABLES
+        for note in misspelt(environ, known):
+            print(note, file=sys.stderr)
+
+
+@contextmanager
+def connected(url: str, queue: str, prefix: str) -> Iterator[Client]:
+    """A client for the length of a command, whose errors become exit statuses.
+
+    A Redis that cannot be reached at first is told at once; one that goes away later is waited for.
+    """
+    try:
+        with interruptible(), Client(url, queue, prefix=prefix, fail_fast=True) as client:
+            yield client
+    except TimeoutError as late:
+        away = isinstance(late.__cause__, RedisError)
+        end(Exit.UNAVAILABLE if away else Exit.EXPIRED, str(late))
+    except RedisError as error:
+        end(Exit.UNAVAILABLE, f"Redis at {redact(url)}: {_told(error, url)}")
+    except JobLost as error:
+        end(Exit.FAILED, str(error))
+    except JobExists as error:
+        end(Exit.USAGE, str(error))
+    except EnqueueRefused as error:
+        end(Exit.UNAVAILABLE, str(error))
+    except JobError as error:
+        end(Exit.USAGE, error.message)
+    except ValueError as error:
+        end(Exit.USAGE, str(error))
+    except KeyboardInterrupt:
+        end(Exit.INTERRUPTED)
+
+
+def _told(error: RedisError, url: str) -> str:
+    """An error of Redis, and for those that a first try meets what to do."""
+    text = str(error)
+    # Without a login Redis drops who sends what is long, such as a script, rather than say "Authentication required".
+    cut_off = "unauthenticated" in text or "closed" in text
+    if "Authentication required" in text or (cut_off and _wants_login(url)):
+        return "it wants a login: --redis redis://USER:PASSWORD@HOST:PORT/0"
+    if "refused" in text:
+        return f"{text.rstrip('.')}; start one there, or name another with --redis"
+    return text
+
+
+def _wants_login(url: str) -> bool:
+    try:
+        with command_client(url, retries=0) as client:
+            client.ping()
+    except AuthenticationError:
+        return True
+    except RedisError:
+        return False  # it is the first error that is told
+    return False

@@ -1,0 +1,1 @@
+"""The clients: `core` decides without I/O, `sync` and `aio` carry it out."""

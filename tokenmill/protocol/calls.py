@@ -1,0 +1,95 @@
+"""The producer's two scripts without I/O, for the synchronous and the asyncio client alike."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, NamedTuple
+
+from tokenmill.protocol.errors import clean
+from tokenmill.protocol.job import JobEntry
+from tokenmill.protocol.keys import CANCEL_TTL_S, GROUP, LANES, RESULT_TTL_S, STREAM_TTL_S, Keys
+from tokenmill.protocol.replies import CancelReply
+from tokenmill.protocol.result import Result, Status
+
+
+class EnqueueRefused(Exception):
+    """The queue did not take a job."""
+
+
+class JobExists(EnqueueRefused):
+    """The id is in use, or its result still lives."""
+
+    def __init__(self, job_id: str, state: str) -> None:
+        self.job_id, self.state = job_id, state
+        super().__init__(f"job {job_id} exists already ({state})")
+
+
+class QueueFull(EnqueueRefused):
+    """`meta.max_depth` jobs are waiting or running."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        super().__init__(f"the queue is full: {depth} jobs wait or run")
+
+
+class QuotaExceeded(EnqueueRefused):
+    """The tenant has `meta.max_per_tenant` jobs waiting or running."""
+
+    def __init__(self, tenant: str, used: int) -> None:
+        self.tenant, self.used = tenant, used
+        super().__init__(f"tenant {tenant} has {used} jobs waiting or running, its quota")
+
+
+class Call(NamedTuple):
+    """A script call that is yet to be made."""
+
+    script: str
+    keys: list[str]
+    args: list[Any]
+
+
+def enqueue_call(keys: Keys, entry: JobEntry, priority: str, delay: float | None = None) -> Call:
+    """ENQUEUE; its reply goes to `enqueue_reply`. May be repeated as it is, where the reply was lost.
+
+    `delay`: seconds for which the job is put aside before it joins its lane.
+    """
+    if priority not in LANES:
+        raise ValueError(f"priority: must be one of {', '.join(LANES)}")
+    tenant, group = entry.tenant or "", entry.group or ""
+    names = [*keys.lanes, keys.job(entry.id), keys.result(entry.id), keys.meta, keys.quota(tenant)]
+    names += [keys.group(group), keys.group_out(group), keys.delayed_job(entry.id), keys.delayed]
+    names += [keys.booked(tenant), keys.open]
+    due_in = "" if delay is None or delay <= 0 else round(delay * 1000)
+    args: list[Any] = [priority, tenant, group, secrets.token_hex(8), due_in]
+    for name, value in entry.fields().items():
+        args += (name, value)
+    return Call("enqueue", names, args)
+
+
+def enqueue_reply(reply: Any, entry: JobEntry) -> str:
+    """The lane's entry ID; empty for a job that was put aside.
+
+    Raises:
+        JobExists, QueueFull, QuotaExceeded: the job was not taken.
+    """
+    status, value = reply[0], reply[1]
+    if status == b"OK":
+        return str(value.decode())
+    if status == b"EXISTS":
+        raise JobExists(entry.id, value.decode())
+    if status == b"FULL":
+        raise QueueFull(int(value))
+    raise QuotaExceeded(entry.tenant or "", int(value))
+
+
+def cancel_call(keys: Keys, job_id: str, reason: str = "user", ttl_s: int = CANCEL_TTL_S) -> Call:
+    """CANCEL; its reply is a `CancelReply`. The lives of result and stream are those that the workers published."""
+    reason = clean(reason) or "user"
+    json = Result(id=job_id, status=Status.CANCELLED, cancel_reason=reason).to_json()
+    names = [keys.job(job_id), keys.result(job_id), keys.cancel(job_id), keys.out(job_id), keys.delayed]
+    names += [keys.delayed_job(job_id), keys.callbacks, *keys.lanes, keys.meta, keys.open]
+    return Call("cancel", names, [job_id, reason, max(1, ttl_s), json, RESULT_TTL_S, STREAM_TTL_S, GROUP])
+
+
+def cancel_reply(reply: Any) -> CancelReply:
+    return CancelReply(reply.decode())

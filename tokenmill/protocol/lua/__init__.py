@@ -1,0 +1,167 @@
+"""Loading and running the Lua files beside this module.
+
+    Runner(client).run("renew", keys, args)            # one EVALSHA; loads the script where the server lacks it
+    await AsyncRunner(client).run(…)
+
+A script is `common.lua` followed by its own file. It touches only the keys that it is given. Where the name of one
+depends on what Redis holds, it answers `AGAIN` with that name before it has written anything, and is run again with
+the key behind its others. The `#!lua flags=…` line, which lets an ending through while Redis is
+out of memory, is dropped, once, for a server that does not know it (fakeredis, Redis 6).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import redis
+import redis.asyncio as aioredis
+from redis.exceptions import NoScriptError, ResponseError
+
+AGAIN_TIMES = 8
+"""How often a script may ask for more keys; each time somebody changed the job in between."""
+
+
+@cache
+def source(name: str, shebang: bool = True) -> str:
+    """The text of a script, with or without its first `#!` line."""
+    folder = files("tokenmill.protocol.lua")
+    own = folder.joinpath(f"{name}.lua").read_text("utf-8")
+    first = ""
+    if own.startswith("#!"):
+        line, _, own = own.partition("\n")
+        first = line + "\n" if shebang else ""
+    return f"{first}{folder.joinpath('common.lua').read_text('utf-8')}\n{own}"
+
+
+@cache
+def _sha(name: str, shebang: bool) -> str:
+    return hashlib.sha1(source(name, shebang).encode(), usedforsecurity=False).hexdigest()
+
+
+class _Shared:
+    """What both runners know; `shebang` turns False on the first server that refuses the line."""
+
+    shebang: bool = True
+
+    def command(self, name: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> tuple[Any, ...]:
+        return ("EVALSHA", _sha(name, self.shebang), len(keys), *keys, *args)
+
+    def more_keys(self, name: str, reply: Any, times: int) -> list[str | bytes]:
+        """The keys that a script asks for in place of a reply; none where it has done its work.
+
+        Raises:
+            ResponseError: it was given more keys `times` times, and still asks.
+        """
+        if not (isinstance(reply, list) and reply and reply[0] == b"AGAIN"):
+            return []
+        if times >= AGAIN_TIMES:
+            raise ResponseError(f"script {name}: the job changes all the time; try again")
+        return list(reply[1:])
+
+    def refused_shebang(self, error: ResponseError, sent: bool | None = None) -> bool:
+        """True where the server could not compile the `#!` line, which is then left out from now on.
+
+        `sent`: whether the line was in the call; default: whether it is in calls now.
+        """
+        if not (self.shebang if sent is None else sent) or "near '#'" not in str(error):
+            return False
+        self.shebang = False
+        return True
+
+
+class Runner(_Shared):
+    """Runs scripts on a synchronous client; as thread-safe as that client."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self.client = client
+        self._execute: Callable[..., Any] = client.execute_command
+
+    def run(self, name: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
+        """The script's reply.
+
+        Raises:
+            redis.RedisError: as any command.
+        """
+        times = 0
+        while True:
+            try:
+                reply = self._execute(*self.command(name, keys, args))
+                more = self.more_keys(name, reply, times)
+                if not more:
+                    return reply
+                keys, times = [*keys, *more], times + 1
+            except NoScriptError:
+                self._load(name)
+            except ResponseError as error:
+                if not self.refused_shebang(error):
+                    raise
+
+    def run_all(self, calls: Sequence[tuple[str, Sequence[str | bytes], Sequence[Any]]]) -> list[Any]:
+        """The replies of several calls, made in one round trip.
+
+        Raises:
+            redis.RedisError: of the first call that failed; the others may have been done.
+        """
+        if len(calls) == 1:
+            return [self.run(*calls[0])]
+        pipe = self.client.pipeline(transaction=False)
+        send: Callable[..., Any] = pipe.execute_command
+        shebang = self.shebang
+        for name, keys, args in calls:
+            send(*self.command(name, keys, args))
+        replies = pipe.execute(raise_on_error=False)
+        for at, reply in enumerate(replies):
+            name, keys, args = calls[at]
+            if more := self.more_keys(name, reply, 0):
+                replies[at] = self.run(name, [*keys, *more], args)
+            elif isinstance(reply, NoScriptError) or (
+                isinstance(reply, ResponseError) and self.refused_shebang(reply, shebang)
+            ):
+                replies[at] = self.run(name, keys, args)
+            elif isinstance(reply, Exception):
+                raise reply
+        return replies
+
+    def _load(self, name: str) -> None:
+        try:
+            self.client.script_load(source(name, self.shebang))
+        except ResponseError as error:
+            if not self.refused_shebang(error):
+                raise
+            self.client.script_load(source(name, self.shebang))
+
+
+class AsyncRunner(_Shared):
+    """Runs scripts on an asyncio client."""
+
+    def __init__(self, client: aioredis.Redis) -> None:
+        self.client = client
+        self._execute: Callable[..., Any] = client.execute_command
+
+    async def run(self, name: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
+        """As `Runner.run`."""
+        times = 0
+        while True:
+            try:
+                reply = await self._execute(*self.command(name, keys, args))
+                more = self.more_keys(name, reply, times)
+                if not more:
+                    return reply
+                keys, times = [*keys, *more], times + 1
+            except NoScriptError:
+                await self._load(name)
+            except ResponseError as error:
+                if not self.refused_shebang(error):
+                    raise
+
+    async def _load(self, name: str) -> None:
+        try:
+            await self.client.script_load(source(name, self.shebang))
+        except ResponseError as error:
+            if not self.refused_shebang(error):
+                raise
+            await self.client.script_load(source(name, self.shebang))

@@ -1,0 +1,1 @@
+"""`tokenmill demo`: a Redis and a worker for one minute."""

@@ -1,0 +1,227 @@
+"""From an entry of a lane to a `Request` of the engine; whatever a sender can get wrong ends here, as a `JobError`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from engine.request import GrammarError, InvalidRequest, PromptTooLong, Request, SamplingParams
+from tokenmill.protocol.body import Body, parse_body
+from tokenmill.protocol.callback import AllowList, CallbackError
+from tokenmill.protocol.errors import ErrorCode, JobError
+from tokenmill.protocol.job import JobEntry
+from worker.jobs.defaults import Defaults
+from worker.jobs.held import Job, Structure
+from worker.settings import Settings
+
+if TYPE_CHECKING:
+    from engine.sampling.structured import Grammar
+
+LONGEST_TOKEN = 256
+"""Bytes of text that one token may stand for; what is longer than the context at that rate is not even tokenised."""
+
+MAX_LOGPROBS = 1_000_000
+"""Log-probabilities that one result may hold, of all choices and of the prompt: about 100 MB of JSON."""
+
+
+class TokenizerLike(Protocol):
+    """What the worker needs of `engine.models.chat.Tokenizer`."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def encode_chat(self, messages: Any, tools: Any = None, **template_kwargs: Any) -> list[int]: ...
+    def token_bytes(self, token: int) -> bytes: ...
+
+
+class Compiler(Protocol):
+    """What the worker needs of `engine.sampling.structured.GrammarCompiler`."""
+
+    def compile(self, kind: Any, spec: Any) -> Grammar: ...
+
+
+class ModelLike(Protocol):
+    """What the worker needs of `engine.models.loading.LoadedModel`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def generation(self) -> Any: ...
+    @property
+    def grammars(self) -> Compiler: ...
+
+
+class Limits(Protocol):
+    """The two pure methods of the engine."""
+
+    def limit_tokens(self, prompt_tokens: int, asked: int | None) -> int: ...
+    def validate(self, request: Request) -> None: ...
+
+
+class Translator:
+    """Knows the model's defaults and limits. Pure: any thread may call it."""
+
+    def __init__(self, settings: Settings, engine: Limits, model: ModelLike, chat_error: type[Exception]) -> None:
+        """`chat_error`: what the tokenizer raises when a template refuses its messages; it begins with the key."""
+        self.served = settings.served_model_name or (model.name,)
+        self._settings = settings
+        self._callbacks = AllowList.of(settings.callback_hosts)
+        self._engine = engine
+        self._tokenizer: TokenizerLike = model.tokenizer
+        self._defaults = Defaults.of(model.generation)
+        self._model = model
+        self._chat_error = chat_error
+
+    def request(self, job: Job, entry: JobEntry, priority: int, deadline: float | None) -> Request:
+        """Read the body and build the request; notes on `job` what its result will report.
+
+        Where `job.structure` is set, the request still lacks the `grammar` of it.
+
+        Raises:
+            JobError: with the code for the job's sender.
+        """
+        if entry.callback is not None:
+            self._check_callback(entry.callback)
+        if deadline is not None and deadline <= time.monotonic():
+            raise JobError(ErrorCode.DEADLINE_EXCEEDED, f"ttl_ms: {entry.ttl_ms} ms were over before the job was read")
+        body = parse_body(entry.body, self._settings.max_body_bytes)
+        self._check_supported(body)
+        job.token_ids = bool(body.return_token_ids)
+        job.structure = _structure(body)
+        try:
+            prompt = self._prompt(body)
+            job.prompt_tokens = len(prompt)
+            request = Request(
+                id=job.handle,
+                prompt=prompt,
+                params=self._params(job, body, len(prompt)),
+                priority=priority,
+                deadline=deadline,
+                cache_salt=body.cache_salt or "",
+                place=job.ref.place,
+            )
+            _check_logprobs(request)
+            self._engine.validate(request)
+        except PromptTooLong as error:
+            raise JobError(ErrorCode.PROMPT_TOO_LONG, f"prompt: {error}") from None
+        except InvalidRequest as error:
+            raise JobError(ErrorCode.INVALID_REQUEST, str(error)) from None
+        return request
+
+    def callback(self, url: str | None) -> str | None:
+        """Return `url` where a job may name it, else None."""
+        if url is None:
+            return None
+        try:
+            self._callbacks.check(url)
+        except CallbackError:
+            return None
+        return url
+
+    def check(self) -> None:
+        """Tokenise a small fixed prompt; raises whatever the tokenizer raises, which is then no job's fault."""
+        self._tokenizer.encode("Hello")
+
+    def _check_callback(self, url: str) -> None:
+        try:
+            self._callbacks.check(url)
+        except CallbackError as error:
+            raise JobError(ErrorCode.INVALID_REQUEST, f"callback: {error}") from None
+
+    def _check_supported(self, body: Body) -> None:
+        if body.model is not None and body.model not in self.served:
+            raise JobError(ErrorCode.MODEL_MISMATCH, f"model: this worker serves {', '.join(self.served)}")
+
+    def grammar(self, structure: Structure) -> Grammar:
+        """Compile what a text must match; may take seconds, so not for a thread that others wait for.
+
+        Raises:
+            JobError: it is not a grammar, or uses what is not supported.
+            GrammarUndecided: this worker could not find out; the job is not at fault.
+        """
+        try:
+            return self._model.grammars.compile(structure.kind, structure.spec)
+        except (GrammarError, ValueError) as error:
+            raise JobError(ErrorCode.INVALID_REQUEST, f"{structure.key}: {error}") from None
+
+    def _prompt(self, body: Body) -> Sequence[int]:
+        if isinstance(body.prompt, list):
+            return body.prompt
+        if body.prompt is not None:
+            self._check_length(len(body.prompt.encode()))
+            return self._tokenizer.encode(body.prompt)
+        chat = body.chat or []
+        self._check_length(sum(len(str(message.get("content") or "").encode()) for message in chat))
+        kwargs = body.chat_template_kwargs or {}
+        try:
+            return self._tokenizer.encode_chat(chat, body.tools, **kwargs)
+        except self._chat_error as error:
+            raise JobError(ErrorCode.INVALID_REQUEST, str(error)) from None
+
+    def _check_length(self, size: int) -> None:
+        """Refuse what cannot fit before a tokenizer spends seconds on it."""
+        try:
+            self._engine.limit_tokens(size // LONGEST_TOKEN, None)
+        except PromptTooLong:
+            raise JobError(
+                ErrorCode.PROMPT_TOO_LONG, f"prompt: its {size} bytes cannot fit into this worker's context"
+            ) from None
+
+    def _params(self, job: Job, body: Body, prompt_tokens: int) -> SamplingParams:
+        """The body's values, then the model's generation config, then OpenAI's defaults."""
+        room = self._engine.limit_tokens(prompt_tokens, self._settings.max_output_tokens)
+        asked = body.output_limit
+        limit = room if asked is None else min(asked, room)
+        least = min(body.min_tokens or 0, limit)
+        if asked is not None and limit < asked:
+            job.clamped["max_tokens"] = limit
+        if least < (body.min_tokens or 0):
+            job.clamped["min_tokens"] = least
+        top_k = self._default(body, "top_k", 0)
+        return SamplingParams(
+            max_tokens=limit,
+            min_tokens=least,
+            temperature=self._default(body, "temperature", 1.0),
+            top_p=self._default(body, "top_p", 1.0),
+            top_k=max(top_k, 0),
+            min_p=self._default(body, "min_p", 0.0),
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=self._default(body, "repetition_penalty", 1.0),
+            logit_bias=body.bias,
+            seed=body.seed,
+            stop=(*body.stops, *(() if body.ignore_eos else self._defaults.stop)),
+            stop_token_ids=frozenset(body.stop_token_ids or ()),
+            ignore_eos=bool(body.ignore_eos),
+            bans=self._defaults.bans,
+            skip_special_tokens=body.skip_special_tokens is not False,
+            n=body.n or 1,
+            logprobs=body.top_logprobs_count,
+            prompt_logprobs=body.prompt_logprobs,
+        )
+
+    def _default(self, body: Body, name: str, openai: Any) -> Any:
+        asked = getattr(body, name)
+        return self._defaults.sampling.get(name, openai) if asked is None else asked
+
+
+def _structure(body: Body) -> Structure | None:
+    if body.structure is None:
+        return None
+    kind, spec = body.structure
+    return Structure("response_format" if body.structured_outputs is None else f"structured_outputs.{kind}", kind, spec)
+
+
+def _check_logprobs(request: Request) -> None:
+    params = request.params
+    entries = 0
+    if params.logprobs is not None:
+        entries += params.max_tokens * (params.logprobs + 1)
+    if params.prompt_logprobs is not None:
+        entries += len(request.prompt) * (params.prompt_logprobs + 1)
+    if entries * params.n > MAX_LOGPROBS:
+        raise InvalidRequest(
+            f"logprobs: prompt, max_tokens and n could give {entries * params.n} of them, at most {MAX_LOGPROBS} are "
+            "accepted"
+        )

@@ -1,0 +1,1 @@
+"""What operators see, and what threads and connections share."""
