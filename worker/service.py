@@ -11,6 +11,7 @@ keeper      renews leases (lease.py)
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import secrets
 import signal
@@ -455,6 +456,7 @@ def main(settings: Settings, loader: Callable[[Settings], Loaded] = load) -> int
         log.warning("variable_ignored", variable=wrong.name, reason="no setting", nearest=wrong.nearest)
 
     def load_and_settle(settings: Settings) -> Loaded:
+        gc.disable()  # what loading makes stays, and each look at all of it takes a tenth of a second
         loaded = loader(settings)
         settle_heap()
         sys.setswitchinterval(SWITCH_SECONDS)
