@@ -13,8 +13,10 @@ import typer
 from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
+from tokenmill.cli.console import warn_of_variables
+from tokenmill.protocol.environment import CLERK, COMMANDS
 from worker.ops.exits import Exit
-from worker.settings import Settings, option, variable
+from worker.settings import VARIABLES, Settings, option, variable
 
 
 def settings_from(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> Settings:
@@ -91,6 +93,9 @@ def worker(**given: object) -> None:
     try:
         settings = settings_from(given)
     except ValueError as error:
+        warn_of_variables(
+            os.environ, COMMANDS | CLERK | VARIABLES
+        )  # a setting may be missing because its variable is misspelt
         print(error, file=sys.stderr)
         raise typer.Exit(Exit.USAGE) from None
     from worker.service import main  # late: signals are caught before torch is imported, `--help` stays fast

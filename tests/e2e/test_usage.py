@@ -92,6 +92,9 @@ def test_a_misspelt_variable_is_warned_of() -> None:
     (line,) = (line for line in done.stderr.splitlines() if "variable_ignored" in line)
     assert "nearest=TOKENMILL_MAX_NUM_SEQS" in line
     assert "variable=TOKENMILL_MAX_NUM_SEQ" in line
+    done = run("worker", TOKENMIL_MODEL="x")
+    assert done.returncode == 2
+    assert "did you mean TOKENMILL_MODEL?" in done.stderr
 
 
 @pytest.mark.parametrize(

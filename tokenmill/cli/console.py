@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any, NoReturn
 
@@ -86,14 +86,15 @@ Prefix = Annotated[
 ]
 
 
-def warn_of_variables(environ: Mapping[str, str]) -> None:
-    """Tell on stderr which variables look like settings of ours and are none."""
-    known = COMMANDS | CLERK
-    if any(misspelt(environ, known)):  # the worker's settings are known to the worker, and import more
-        with suppress(ModuleNotFoundError):
-            known |= importlib.import_module("worker.settings").VARIABLES
-        for note in misspelt(environ, known):
-            print(note, file=sys.stderr)
+def warn_of_variables(environ: Mapping[str, str], known: Collection[str] | None = None) -> None:
+    """Print on stderr which variables look like settings of tokenmill and are none; `known`: all that are settings."""
+    if known is None:
+        known = COMMANDS | CLERK
+        if any(name.startswith("TOKEN") for name in set(environ) - known):  # they may be the worker's, to be imported
+            with suppress(ModuleNotFoundError):
+                known |= importlib.import_module("worker.settings").VARIABLES
+    for note in misspelt(environ, known):
+        print(note, file=sys.stderr)
 
 
 @contextmanager
