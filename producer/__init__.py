@@ -5,6 +5,7 @@ The client library is `tokenmill`; its names stay importable from here.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import tokenmill
@@ -66,4 +67,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(tokenmill, name)
+    if name == "batch":  # `from producer import batch`
+        return importlib.import_module("tokenmill.batch")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -100,3 +100,10 @@ def test_the_page_on_structure_draws_the_same_rules() -> None:
         if name in MAY_IMPORT
     }
     assert drawn == MAY_IMPORT
+
+
+def test_the_names_from_before_the_library_had_its_own_stay_importable() -> None:
+    code = (
+        "from producer import AsyncClient, Client, batch; import producer.jobs as j; j.generate, j.run_batch, batch.run"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
