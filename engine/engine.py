@@ -457,7 +457,7 @@ class Engine:
         """Compare all books with each other.
 
         Raises:
-            engine.block_manager.IntegrityError: something leaked or is in the wrong place.
+            engine.scheduling.block_pool.IntegrityError: something leaked or is in the wrong place.
         """
         live = (seq for request in self._requests.values() for seq in request.sequences if not seq.status.ended)
         self.scheduler.check_integrity(live)

@@ -11,7 +11,7 @@ from tokenmill.protocol.environment import CLERK, COMMANDS, misspelt
 from worker.settings import VARIABLES
 
 KNOWN = COMMANDS | CLERK | VARIABLES
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(

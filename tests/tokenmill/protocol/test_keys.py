@@ -11,7 +11,7 @@ from tokenmill.protocol.errors import ErrorCode
 from tokenmill.protocol.job import _FIELDS
 from tokenmill.protocol.keys import GROUP, LANES, Keys, is_name
 
-PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
 
 
 def section(title: str) -> str:
