@@ -72,7 +72,7 @@ class Engine:
         Args:
             config: limits of scheduling and memory.
             runner: executes the plans; it owns the model, the sampler and the KV pool.
-            cost: decides between swap and recompute when a sequence is preempted; None: always recompute.
+            cost: decides between swap and recompute at a preemption; None: swap while the host tier has room.
             token_bytes: maps (id, skip special tokens) to the bytes of the id.
             num_ids: size of the tokenizer's vocabulary; valid ids are `[0, num_ids)`.
             eos_token_ids: ids that end a sequence unless `ignore_eos` is set.
@@ -204,7 +204,7 @@ class Engine:
     def hold(self, request_id: str) -> None:
         """Compute no token of a request until `release`; the gate calls this. Ignore unknown ids.
 
-        The request keeps its blocks and its place.
+        The request keeps its place in the order of service, but is preempted before requests that are not on hold.
         """
         if request_id in self._requests:
             self._requests[request_id].on_hold = True
@@ -255,8 +255,8 @@ class Engine:
             The new text of each sequence, and the final output of each request that ended. Both may be empty.
 
         Raises:
-            EngineBroken: a request failed and the canary failed after it, or blocks could not be copied. The cause is
-                this process, not a request; the failed request gets no `Finished`.
+            EngineBroken: a request failed, or ran alone in a step that raised, and the canary failed after it; or
+                blocks could not be copied. The cause is this process, not a request: no `Finished` is returned.
             torch.AcceleratorError: the device is lost.
         """
         deltas: list[Delta] = []
