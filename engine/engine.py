@@ -1,4 +1,4 @@
-"""The step: cancels and expiries → schedule → forward → sample → commit, and a snapshot of what came out of it."""
+"""The engine step: apply cancels and deadlines → schedule → forward → sample → commit → return deltas, results."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """A request that is to end at the next safe point; None as outcome: without a word."""
+    """How a request is to end at the next point where no forward pass uses it."""
 
     outcome: Outcome | None
+    """None: the request ends without a `Finished`."""
     fault: Fault | None = None
     message: str | None = None
 
@@ -45,10 +46,13 @@ _FORCED = {
 
 
 class Engine:
-    """Continuous batching over one model. One thread calls it; `limit_tokens` and `validate` are pure, any thread may.
+    """Continuous batching over one model.
 
-    Every accepted request comes out of `step` exactly once as a `Finished`, unless it was dropped; when it does, its
-    blocks are free and nothing of it is left in here.
+    Only one thread may call the engine, except for `limit_tokens` and `validate`: these read no state that changes, so
+    any thread may call them.
+
+    For each accepted request that is not dropped, `step` returns exactly one `Finished`. By then the request's blocks
+    are free and the engine holds no reference to it.
     """
 
     def __init__(
@@ -63,15 +67,23 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         canary: Seq[int] = (0,),
     ) -> None:
-        """`num_ids`: how many ids the tokenizer knows, from 0. `clock`: what deadlines are measured by, in seconds.
+        """Create an engine without requests.
 
-        `canary`: the prompt that `check` runs.
+        Args:
+            config: limits of scheduling and memory.
+            runner: executes the plans; it owns the model, the sampler and the KV pool.
+            cost: decides between swap and recompute at a preemption; None: swap while the host tier has room.
+            token_bytes: maps (id, skip special tokens) to the bytes of the id.
+            num_ids: size of the tokenizer's vocabulary; valid ids are `[0, num_ids)`.
+            eos_token_ids: ids that end a sequence unless `ignore_eos` is set.
+            clock: returns the current time in seconds, on the scale of `Request.deadline`.
+            canary: token ids of the prompt that `check` runs.
         """
         self.config = config
         self.scheduler = Scheduler(config, cost)
         self.gate: Callable[[list[Request]], None] | None = None
-        """Called before the forward with requests that run for the first time. It may `cancel`, `drop` or `hold` them;
-        they then leave the plan, and no token is computed for them."""
+        """Called before the forward pass with the requests that are scheduled for the first time. It may `cancel`,
+        `drop` or `hold` each of them; such a request leaves the plan, and none of its tokens is computed."""
         self.runner = runner
         self._token_bytes = token_bytes
         self._num_ids = num_ids
@@ -81,47 +93,52 @@ class Engine:
         self._endings: dict[str, _Ending] = {}
         self._deadlines = Deadlines()
         self._gated: set[str] = set()
-        """Requests that the gate has seen."""
+        """Ids of requests that were passed to the gate."""
         self._on_hold: set[str] = set()
         self.waits = False
-        """Whether the last step computed nothing since all that could run is on hold."""
+        """Whether the last step computed nothing because every request that could run is on hold."""
         self._canary = Canary(self.scheduler, runner, token_bytes, canary)
         self._plan_under_way = Plan()
         self._suspects: deque[str] = deque()
-        """Requests of a step that raised: each next step runs one of them alone, to find which one it was."""
+        """Ids of the requests of a step that raised. Each of the next steps runs one of these requests alone, to find
+        the one that causes the error."""
         self._failed_alone: set[str] = set()
-        """Requests whose step raised once while they were alone in it. The second time they are to blame."""
+        """Ids of requests that ran alone in a step that raised. If such a step raises again, the request fails."""
         self._in_doubt = False
-        """Whether the canary is to run at the end of this step."""
+        """Whether to run the canary at the end of this step."""
         self._arrivals = 0
         self._furthest: dict[int, tuple[int, int]] = {}
-        """For each lane the last place that has come so far."""
+        """Priority → the highest `Request.place` added so far."""
         self._steps = 0
         self._prefix_queries = 0
         self._prefix_hits = 0
 
-    # ── what comes in ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── adding and ending requests ────────────────────────────────────────────────────────────────────────────────
 
     def limit_tokens(self, prompt_tokens: int, asked: int | None) -> int:
-        """The `max_tokens` that a prompt of this length gets: what was asked for, at most what can ever fit.
+        """Return the `max_tokens` of a request: the requested number, limited to the tokens that fit after the prompt.
+
+        Args:
+            prompt_tokens: length of the prompt.
+            asked: requested number of output tokens; None: as many as fit.
 
         Raises:
-            PromptTooLong: not even one token fits behind the prompt, however empty the pool.
+            PromptTooLong: prompt and one output token exceed `EngineConfig.capacity`.
         """
         room = self.config.capacity - prompt_tokens
         if room < 1:
             raise PromptTooLong(
-                f"the prompt has {prompt_tokens} tokens; with at least one token of output this worker holds "
-                f"{self.config.capacity}"
+                f"the prompt has {prompt_tokens} tokens; prompt and at least one output token must fit into the "
+                f"{self.config.capacity} tokens that this worker can hold for one sequence"
             )
         return room if asked is None else min(asked, room)
 
     def validate(self, request: Request) -> None:
-        """Refuse what would hurt later.
+        """Check a request against the model's vocabulary and the engine's capacity.
 
         Raises:
-            InvalidRequest: a token id is out of range, or min_tokens exceeds max_tokens.
-            PromptTooLong: prompt and max_tokens can never fit.
+            InvalidRequest: a token id is outside the vocabulary, or min_tokens exceeds max_tokens.
+            PromptTooLong: prompt and max_tokens together exceed `EngineConfig.capacity`.
         """
         params = request.params
         for what, ids in (
@@ -133,21 +150,23 @@ class Engine:
             if wrong is not None:
                 raise InvalidRequest(f"{what}: token id {wrong} is not in [0, {self._num_ids})")
         if params.min_tokens > params.max_tokens:
-            raise InvalidRequest(f"min_tokens: {params.min_tokens} is more than max_tokens, {params.max_tokens}")
+            raise InvalidRequest(f"min_tokens: {params.min_tokens} is more than max_tokens: {params.max_tokens}")
         if params.max_tokens > self.limit_tokens(len(request.prompt), None):
             raise PromptTooLong(
-                f"{len(request.prompt)} prompt tokens and max_tokens {params.max_tokens} exceed {self.config.capacity}"
+                f"{len(request.prompt)} prompt tokens and max_tokens: {params.max_tokens} exceed the "
+                f"{self.config.capacity} tokens that this worker can hold for one sequence"
             )
 
     def add(self, request: Request) -> None:
-        """Accept a request: its choices are WAITING.
+        """Validate a request, create one WAITING sequence for each of its choices and queue them.
 
         Raises:
-            InvalidRequest, PromptTooLong: as `validate`; or the id is that of a live request.
+            InvalidRequest, PromptTooLong: as in `validate`.
+            InvalidRequest: a request with the same id has not ended yet.
         """
         self.validate(request)
         if request.id in self._requests:
-            raise InvalidRequest(f"id: {request.id!r} is being worked on")
+            raise InvalidRequest(f"id: a request {request.id!r} is still being worked on")
         request.arrival = self._arrivals
         request.turn = self._turn(request)
         self._arrivals += 1
@@ -161,7 +180,11 @@ class Engine:
         self._deadlines.add(request)
 
     def _turn(self, request: Request) -> float:
-        """When it is the request's turn: no later than that of any waiting one that stands behind it in its lane."""
+        """Return the request's sort key in seconds: its arrival time plus `aging_seconds` for each lower lane.
+
+        A request that comes late (for example after a retry) must not wait behind requests with a higher `place` in its
+        lane, so its key is at most the lowest of theirs.
+        """
         now = self._clock() + request.priority * self.config.aging_seconds
         turn = now if request.turn is None else request.turn
         if request.place >= self._furthest.get(request.priority, (0, 0)):
@@ -171,21 +194,28 @@ class Engine:
         return min([turn, *(other.turn or turn for other in lane if other.place > request.place)])
 
     def cancel(self, request_id: str) -> None:
-        """End a request with what it has so far; it comes out of the next `step`. Unknown ids are ignored."""
+        """End a request and keep its partial output; the next `step` returns its `Finished`. Ignore unknown ids."""
         self._end_soon(request_id, _Ending(Outcome.CANCELLED))
 
     def drop(self, request_id: str) -> None:
-        """End a request without a word: somebody else works on it now. Unknown ids are ignored."""
+        """End a request without a `Finished`, for example since another worker runs it now. Ignore unknown ids."""
         self._end_soon(request_id, _Ending(None))
 
     def hold(self, request_id: str) -> None:
-        """Compute nothing for a request until `release`; it keeps its place. Called by the gate."""
+        """Compute no token of a request until `release`; the gate calls this. Ignore unknown ids.
+
+        The request keeps its place in the order of service, but is preempted before requests that are not on hold.
+        """
         if request_id in self._requests:
             self._requests[request_id].on_hold = True
             self._on_hold.add(request_id)
 
     def release(self, request_id: str) -> bool:
-        """Let a request run that was on hold; False where it has ended meanwhile or is about to."""
+        """Let a request run that was on hold.
+
+        Returns:
+            False if the request is not on hold, has ended, or ends with the next step.
+        """
         if request_id not in self._on_hold:
             return False
         self._on_hold.discard(request_id)
@@ -200,29 +230,33 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        """Whether any request has not ended yet."""
         return bool(self._requests)
 
     @property
     def computing(self) -> frozenset[str]:
-        """The requests of the step under way, or of the one that raised; from any thread."""
+        """Ids of the requests in the current step, or in the last step if that one raised. Any thread may read it."""
         return frozenset(piece.seq.request.id for piece in self._plan_under_way.slices)
 
     def check(self) -> None:
-        """Run the canary: a small fixed prompt, alone.
+        """Run the canary, a small fixed prompt, alone. If no block is free for it, the check counts as passed.
 
         Raises:
-            EngineBroken: it failed. That no block was free to run it is no failure.
+            EngineBroken: the canary failed.
         """
         wrong = self._canary.run()
         if wrong is not None:
-            raise EngineBroken(f"the engine fails for a fixed prompt of its own: {wrong}")
+            raise EngineBroken(f"the engine fails for its own fixed test prompt: {wrong}")
 
     def step(self) -> StepOutput:
-        """One step. Deltas and last words of everything that moved; an empty output is legal.
+        """Run one step: apply cancels and deadlines, schedule, run the forward pass, sample and commit.
+
+        Returns:
+            The new text of each sequence, and the final output of each request that ended. Both may be empty.
 
         Raises:
-            EngineBroken: a request failed, and so does the canary; or blocks cannot be copied. No request is to blame,
-                and no ending is reported for the failed one.
+            EngineBroken: a request failed, or ran alone in a step that raised, and the canary failed after it; or
+                blocks could not be copied. The cause is this process, not a request: no `Finished` is returned.
             torch.AcceleratorError: the device is lost.
         """
         deltas: list[Delta] = []
@@ -250,17 +284,17 @@ class Engine:
         try:
             self.runner.move(plan)
         except torch.AcceleratorError:
-            raise  # of a kernel before: the device is lost
+            raise  # reported late for an earlier kernel: the device is lost
         except Exception as error:
             raise EngineBroken(f"blocks cannot be copied: {type(error).__name__}: {error}") from error
 
     def _plan(self, deltas: list[Delta], finished: list[Finished]) -> Plan:
-        """Schedule, and ask the gate about those who run for the first time."""
+        """Schedule a step, and pass the requests that are scheduled for the first time to the gate."""
         while True:
             suspect = self._next_suspect()
             plan = self.scheduler.schedule(only=suspect)
             if suspect and not plan.slices:
-                self._suspects.popleft()  # it waits for blocks that others hold, so the others must move
+                self._suspects.popleft()  # other requests hold the blocks that it needs, so these must run first
                 continue
             new = {s.request.id: s.request for s in plan.admitted if s.request.id not in self._gated}
             if new and self.gate is not None:
@@ -272,17 +306,18 @@ class Engine:
             return plan
 
     def _next_suspect(self) -> Request | None:
+        """Return the first suspect that has not ended, and forget those before it."""
         while self._suspects and self._suspects[0] not in self._requests:
             self._suspects.popleft()
         return self._requests[self._suspects[0]] if self._suspects else None
 
     def _execute(self, plan: Plan) -> Sampled | None:
-        """The forward. If it raises, the plan is abandoned and who caused it is found by running each one alone."""
+        """Run the forward pass and sample. If it raises, abandon the plan, call `_blame` and return None."""
         try:
             sampled = self.runner.execute(plan)
         except torch.AcceleratorError:
-            raise  # the device is lost: this process computes nothing more, so that nobody else is blamed
-        except Exception as error:  # whatever it is, it must end one request, not all of them
+            raise  # the device is lost: this process must stop, so that no further request is blamed for it
+        except Exception as error:  # any error must end at most one request, not all of them
             message = f"{type(error).__name__}: {error}"
             log.exception("step_failed", requests=len(plan.slices), tokens=plan.num_tokens, message=message)
             self.scheduler.abandon(plan)
@@ -293,6 +328,13 @@ class Engine:
         return sampled
 
     def _blame(self, plan: Plan, error: Exception) -> None:
+        """Decide what follows from a step that raised `error`.
+
+        * Out of memory with more than one token: the next steps compute fewer tokens.
+        * Several requests: each of them runs alone in one of the next steps.
+        * One request, first time: it runs alone once more, and the canary runs.
+        * One request, second time: it fails.
+        """
         memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
         requests = list(dict.fromkeys(piece.seq.request.id for piece in plan.slices))
         if memory and plan.num_tokens > 1:
@@ -301,7 +343,7 @@ class Engine:
         if len(requests) > 1:
             self._suspects.extend(r for r in requests if r not in self._suspects)
             return
-        if requests[0] not in self._failed_alone:  # a fault that comes and goes is not this request's
+        if requests[0] not in self._failed_alone:  # the error may be transient
             self._failed_alone.add(requests[0])
             self._in_doubt = True
             if requests[0] not in self._suspects:
@@ -321,20 +363,20 @@ class Engine:
         self.scheduler.commit(plan)
         for seq, token, logprobs in zip(plan.sampling, sampled.token_ids, sampled.logprobs, strict=True):
             if token is None:
-                ending = _Ending(Outcome.FAILED, Fault.NON_FINITE_LOGITS, "the model gave logits that are not finite")
-                self._end_soon(seq.request.id, ending)
+                message = "the model returned logits that are not finite"
+                self._end_soon(seq.request.id, _Ending(Outcome.FAILED, Fault.NON_FINITE_LOGITS, message))
                 continue
             if logprobs is not None:
                 seq.logprobs.append(logprobs)
             try:
                 self._append(seq, token)
-            except BaseException as error:  # a panic of the Rust tokenizer is no Exception
+            except BaseException as error:  # a panic of the Rust tokenizer is not an Exception
                 log.exception("text_failed", id=seq.request.id)
                 message = f"the text could not be decoded: {type(error).__name__}: {error}"
                 self._end_soon(seq.request.id, _Ending(Outcome.FAILED, Fault.INTERNAL, message))
                 continue
             if seq.matcher is not None and seq.matcher.error is not None:
-                ending = _Ending(Outcome.FAILED, Fault.GRAMMAR, f"the grammar gave up: {seq.matcher.error}")
+                ending = _Ending(Outcome.FAILED, Fault.GRAMMAR, f"the grammar engine failed: {seq.matcher.error}")
                 self._end_soon(seq.request.id, ending)
                 continue
             self._flush(seq, deltas)
@@ -343,10 +385,10 @@ class Engine:
                 self._retire(seq, SequenceStatus.FINISHED)
                 self._close(seq.request, Outcome.SUCCEEDED, None, None, finished)
 
-    # ── one token ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── a sampled token ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _append(self, seq: Sequence, token: int) -> None:
-        """Add a sampled id to a sequence and see whether it ends there."""
+        """Append a sampled id to a sequence; set `finish_reason` (and `stop`) if the sequence ends with it."""
         params = seq.request.params
         seq.tokens.append(token)
         complete = seq.matcher is not None and seq.matcher.accept(token) and seq.matcher.complete
@@ -370,7 +412,7 @@ class Engine:
             seq.text.finish()
 
     def _flush(self, seq: Sequence, deltas: list[Delta]) -> None:
-        """Say what is new of a sequence: when there is text, and at its end, so that every id is counted once."""
+        """Append a delta with the text and ids of a sequence that were not sent yet, if there are any."""
         text, count = seq.text.take()
         if text or count:
             start = seq.num_sent_tokens
@@ -382,6 +424,7 @@ class Engine:
     # ── endings ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _apply_endings(self, deltas: list[Delta], finished: list[Finished]) -> None:
+        """End the requests that were cancelled, dropped, expired or failed since the last call."""
         while self._endings:
             request_id, ending = self._endings.popitem()
             request = self._requests.get(request_id)
@@ -391,13 +434,14 @@ class Engine:
             for seq in request.sequences:
                 if not seq.status.ended:
                     seq.finish_reason = reason
-                    with contextlib.suppress(BaseException):  # what cannot be decoded is not part of the text
+                    with contextlib.suppress(BaseException):  # text that cannot be decoded is left out
                         seq.text.finish()
                     self._flush(seq, deltas)
                     self._retire(seq, status)
             self._close(request, ending.outcome, ending.fault, ending.message, finished)
 
     def _retire(self, seq: Sequence, status: SequenceStatus) -> None:
+        """Free the blocks and the sampler state of a sequence that ends."""
         self.scheduler.end(seq, status)
         self.runner.forget(seq)
 
@@ -409,7 +453,7 @@ class Engine:
         message: str | None,
         finished: list[Finished],
     ) -> None:
-        """Once the last choice has ended: forget the request and give its last word."""
+        """If all choices of a request have ended, forget the request and append its `Finished`."""
         if not all(seq.status.ended for seq in request.sequences):
             return
         del self._requests[request.id]
@@ -433,9 +477,10 @@ class Engine:
                 )
             )
 
-    # ── what others may see ───────────────────────────────────────────────────────────────────────────────────────
+    # ── statistics and self-check ─────────────────────────────────────────────────────────────────────────────────
 
     def stats(self) -> EngineStats:
+        """Return a snapshot of queue lengths, blocks and counters."""
         blocks = self.scheduler.blocks
         return EngineStats(
             waiting=self.scheduler.num_waiting,
@@ -454,10 +499,10 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Compare all books with each other.
+        """Check that requests, sequences and blocks are consistent with each other. Takes time linear in the pool.
 
         Raises:
-            engine.scheduling.block_pool.IntegrityError: something leaked or is in the wrong place.
+            engine.scheduling.block_pool.IntegrityError: a block leaked, or a sequence is in the wrong queue.
         """
         live = (seq for request in self._requests.values() for seq in request.sequences if not seq.status.ended)
         self.scheduler.check_integrity(live)

@@ -1,4 +1,4 @@
-"""What the engine is asked for: a `Request` with its `SamplingParams`, owning one `Sequence` a choice."""
+"""What the engine receives: a `Request` with its `SamplingParams`; it owns one `Sequence` for each choice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RequestError(Exception):
-    """A request that the engine refuses; the message is for its sender."""
+    """The engine refuses a request; the message is for the user who sent it."""
 
 
 class InvalidRequest(RequestError):
@@ -22,70 +22,80 @@ class InvalidRequest(RequestError):
 
 
 class GrammarError(RequestError):
-    """What a text is to match cannot be compiled."""
+    """The grammar that the text must match cannot be compiled."""
 
 
 class GrammarUndecided(Exception):
-    """Whether a grammar can be compiled was not found out; that is this process's fault, not the grammar's."""
+    """It could not be determined whether a grammar compiles. A retry may succeed: the cause is this process."""
 
 
 class PromptTooLong(RequestError):
-    """The prompt can never fit, whatever else finishes ("no room ever", as opposed to "no room now")."""
+    """The request can never fit into the KV pool or the model's context, however empty the pool is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bans:
-    """Ids that are never drawn, unless a grammar allows nothing else."""
+    """Ids that are not sampled, unless every other id is forbidden as well."""
 
     always: frozenset[int] = frozenset()
+    """Banned at every position."""
     first: frozenset[int] = frozenset()
-    """Not as the first id of the output."""
+    """Banned as the first output id."""
     sequences: tuple[tuple[int, ...], ...] = ()
-    """Of two ids or more: the last one is not drawn after the others, which may lie in the prompt."""
+    """Tuples of two or more ids: the last id is banned directly after all ids before it, which may be in the prompt."""
 
     def now(self, tokens: Seq[int], position: int) -> frozenset[int]:
-        """Return the banned ids at a position of the output, after the ids of prompt and output `tokens`."""
+        """Return the ids that are banned as the next output id.
+
+        Args:
+            tokens: ids of the prompt and of the output so far.
+            position: index of the next output id, from 0.
+        """
         found = {ids[-1] for ids in self.sequences if tuple(tokens[-len(ids) + 1 :]) == ids[:-1]}
         return self.always.union(found, () if position else self.first)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. Ranges are checked where requests come in, not here.
+    """How to choose tokens and when to stop. The worker checks the ranges when it parses a request, not this class.
 
     Order of application: logit_bias, penalties, the grammar, bans and `min_tokens`, temperature, top_k, top_p, min_p.
     """
 
     max_tokens: int
-    """Output ids at most, ≥ 1."""
+    """Maximum number of output ids, at least 1."""
     min_tokens: int = 0
+    """Number of output ids before which no EOS, stop id or stop string ends the text."""
     temperature: float = 1.0
     """0 means greedy: the highest logit after bias and penalties."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 means off."""
+    """Sample from the k highest logits only; 0: off."""
     min_p: float = 0.0
+    """Minimum probability relative to that of the most likely id; 0: off."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    """(id, number added to its logit)."""
     seed: int | None = None
-    """None draws a fresh seed, so that unseeded requests differ between workers and restarts."""
+    """None: a random seed, so that requests without a seed differ between workers and restarts."""
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     bans: Bans | None = None
     skip_special_tokens: bool = True
     n: int = 1
+    """Number of choices."""
     logprobs: int | None = None
-    """How many of the most likely ids come with each id's log-probability; None: not asked for."""
+    """Return the log-probability of each output id and of this many most likely ids; None: no log-probabilities."""
     prompt_logprobs: int | None = None
-    """The same for the ids of the prompt."""
+    """As `logprobs`, for the ids of the prompt."""
 
 
 @dataclass(eq=False)
 class Request:
-    """One prompt and its choices.
+    """One prompt, its parameters and the state of its choices.
 
     Raises:
         InvalidRequest: the prompt is empty.
@@ -100,22 +110,23 @@ class Request:
     deadline: float | None = None
     """`time.monotonic()` seconds after which the request is expired."""
     cache_salt: str = ""
-    """Only requests of one salt share prefix blocks."""
+    """Only requests with the same salt share prefix blocks."""
     arrival: int = -1
-    """Position in the order of arrival, given by the engine."""
+    """Number of requests that the engine accepted before this one; set by the engine."""
     grammar: Grammar | None = None
-    """What the text must match."""
+    """Grammar that the text must match; None: free text."""
     place: tuple[int, int] = (0, 0)
-    """Its place in the order of its lane. A request that comes late, since it was held up, goes before those waiting
-    ones that stand behind it."""
+    """Position in the request's lane: the number pair of its stream entry. A request that reaches the engine late is
+    served before the waiting requests of its lane that have a higher place."""
     turn: float | None = None
-    """The arrival time in seconds, later by an allowance for each lower lane; given by the engine, and kept where a
-    request is added again."""
+    """Sort key for scheduling, in seconds: arrival time plus `EngineConfig.aging_seconds` for each lower lane. The
+    engine sets it; a request that is added again keeps its earlier value."""
     on_hold: bool = field(init=False, default=False)
-    """Whether it waits for the gate's answer and is not computed, see `Engine.hold`."""
+    """Whether the request waits for the gate's answer; no token of it is computed then, see `Engine.hold`."""
     noise_seed: int = field(init=False)
+    """Seed of the random numbers: `params.seed`, or a random one."""
     sequences: list[Sequence] = field(init=False, default_factory=list)
-    """Its choices, made when the engine accepts the request."""
+    """The request's choices; the engine creates them when it accepts the request."""
 
     def __post_init__(self) -> None:
         if not self.prompt:

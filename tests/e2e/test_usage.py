@@ -159,7 +159,9 @@ def test_ctrl_c_during_the_imports_leaves_no_traceback(name: str, after: float) 
 
 
 def test_the_command_is_ready_for_ctrl_c_before_it_imports_anything() -> None:
-    code = "import __future__, sys; old = set(sys.modules); import tokenmill.__main__; print(sorted(set(sys.modules) - old))"
+    code = (
+        "import __future__, sys; old = {*sys.modules}; import tokenmill.__main__; print(sorted({*sys.modules} - old))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     own = ["tokenmill", "tokenmill.__main__", "tokenmill.cli", "tokenmill.cli.interrupt"]
     assert done.stdout.strip() == str(own)
