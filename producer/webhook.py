@@ -75,7 +75,7 @@ class Undelivered(Exception):
 
 @dataclass(frozen=True)
 class WebhookSettings:
-    """What the clerk's environment says; see docs/operations.md.
+    """What the clerk's environment says; see docs/reference.md.
 
     Raises:
         ValueError: a value makes no sense; the message begins with the variable.

@@ -16,7 +16,9 @@ from worker.settings import Settings, option, variable
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(p for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")])
-OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
+FAILURES = (ROOT / "docs" / "failures.md").read_text()
+WORKER_STATUSES = REFERENCE.partition("### Of a worker")[2].partition("\n### ")[0]
 
 
 def anchors(page: Path) -> set[str]:
@@ -55,12 +57,12 @@ def settings_table() -> str:
 
 def test_the_settings_table_is_what_the_code_has() -> None:
     table = settings_table()
-    assert table in OPERATIONS, f"docs/operations.md has another table of settings; it should be:\n\n{table}\n"
+    assert table in REFERENCE, f"docs/reference.md has another table of settings; it should be:\n\n{table}\n"
 
 
 def test_every_exit_status_is_explained() -> None:
     for status in Exit:
-        assert re.search(rf"^\| {status.value} \|", OPERATIONS, re.MULTILINE), (
+        assert re.search(rf"^\| {status.value} \|", WORKER_STATUSES, re.MULTILINE), (
             f"exit status {status!r} is not documented"
         )
 
@@ -68,11 +70,11 @@ def test_every_exit_status_is_explained() -> None:
 def test_every_variable_of_the_clerk_is_documented() -> None:
     sources = [ROOT / "producer" / name for name in ("jobs.py", "clerk.py", "webhook.py")]
     for name in {name for path in sources for name in re.findall(r"TOKENMILL_[A-Z_]+", path.read_text())}:
-        assert f"| `{name}` |" in OPERATIONS, f"docs/operations.md lacks {name}"
+        assert f"| `{name}` |" in REFERENCE, f"docs/reference.md lacks {name}"
 
 
 def test_every_exit_status_of_the_producers_commands_is_explained() -> None:
-    table = OPERATIONS.partition("The producer's commands")[2].partition("\n## ")[0]
+    table = REFERENCE.partition("### Of the commands")[2].partition("\n## ")[0]
     assert [int(status) for status in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)] == [int(e) for e in Ends]
 
 
@@ -88,11 +90,23 @@ def test_every_metric_is_documented_with_its_labels() -> None:
         labels = sorted({key for sample in family.samples for key in sample.labels if key != "le"})
         name = family.name + ("_total" if family.type == "counter" else "")
         row = f"| `{name}` | {family.type} | {', '.join(f'`{label}`' for label in labels)} |"
-        assert row in OPERATIONS, f"docs/operations.md lacks {row}"
+        assert row in REFERENCE, f"docs/reference.md lacks {row}"
+
+
+def test_every_log_event_is_documented() -> None:
+    call = re.compile(r"\blog\.(?:debug|info|warning|error|exception)\(\s*\"([a-z_]+)\"")
+    found = {
+        name
+        for folder in ("worker", "engine")
+        for p in (ROOT / folder).rglob("*.py")
+        for name in call.findall(p.read_text())
+    }
+    assert len(found) > 30
+    assert {name for name in found if f"`{name}`" not in REFERENCE} == set()
 
 
 def test_every_failure_names_tests_that_exist_or_its_limit() -> None:
-    section = OPERATIONS.partition("## Failures, one by one")[2].partition("\n## ")[0]
+    section = FAILURES.partition("## Failures, one by one")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (\d+) \|(.+)\|$", section, re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
     assert len(rows) >= 50
@@ -103,8 +117,8 @@ def test_every_failure_names_tests_that_exist_or_its_limit() -> None:
         assert set(named) <= written, f"row {number} names {set(named) - written}"
 
 
-def test_every_test_that_operations_names_exists() -> None:
+def test_every_test_that_the_page_on_failures_names_exists() -> None:
     code = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    named = set(re.findall(r"`(test_\w+)`", OPERATIONS))
+    named = set(re.findall(r"`(test_\w+)`", FAILURES))
     assert len(named) > 40
     assert {name for name in named if f"def {name}(" not in code} == set()

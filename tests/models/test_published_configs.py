@@ -168,7 +168,7 @@ def test_a_harmless_key_with_another_value_is_named(tmp_path: Path, name: str, k
 
 @pytest.mark.parametrize("key", sorted(_NEUTRAL))
 def test_every_key_that_is_passed_over_at_one_value_is_documented(key: str) -> None:
-    page = Path(__file__).parents[2] / "docs/operations.md"
+    page = Path(__file__).parents[2] / "docs/models.md"
     section = page.read_text().partition("## Which models run fused")[2].partition("\n## ")[0]
     assert f"`{key}`" in section
 

@@ -2,7 +2,7 @@
 
 Every line is an event of a fixed name with fields: `id` of the job, `code` of the wire protocol, `message`. Its level
 says who must act: info where nobody must or the job's sender, warning where a worker was lost or Redis is away, error
-where the engine or a thread failed. docs/operations.md lists the events.
+where the engine or a thread failed. docs/reference.md lists the events.
 """
 
 from __future__ import annotations
