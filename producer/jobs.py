@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import os
 import threading
 import time
@@ -35,6 +36,7 @@ from producer.callbacks import Courier
 from producer.janitor import IDLE_S, clean_up
 from producer.webhook import WebhookSettings
 from tokenmill import batch
+from tokenmill.client.core import CLEAN_UP_S
 from tokenmill.client.patience import BRIEF_S
 from tokenmill.client.sync import Client, Job
 from tokenmill.protocol.calls import JobExists
@@ -44,6 +46,8 @@ from tokenmill.protocol.keys import check_name
 from tokenmill.protocol.result import Result
 from tokenmill.protocol.scripts import Scripts
 from tokenmill.protocol.url import check_url
+
+log = logging.getLogger(__name__)
 
 REDIS: Final = "TOKENMILL_REDIS"
 QUEUE: Final = "TOKENMILL_QUEUE"
@@ -132,10 +136,10 @@ def run_batch(
             report = _follow(job, *files, client=client, window=window)
         except JobTimeoutException:
             if not job.retries_left:
-                cancel()
+                _clean_up(cancel)
             raise
         if not report.complete:
-            cancel()
+            _clean_up(cancel)
             raise batch.BatchStopped("the job was cancelled in RQ")
     return {"total": report.total, "succeeded": report.succeeded, "failed": report.failed}
 
@@ -169,7 +173,10 @@ def deliver_callbacks(
     """
     with _client(redis_url, queue, prefix) as client:
         scripts = Scripts(client.redis, client.keys)
-        scripts.promote()  # whatever is wrong with the settings of webhooks
+        try:
+            scripts.promote()  # whatever is wrong with the settings of webhooks
+        except RedisError as error:
+            _check_transient(error)
         courier = Courier(redis_url or place(os.environ)[0], client.keys, WebhookSettings.of(os.environ))
         try:
             return courier.run(seconds, _promoting(scripts, _makes_way(rq.get_current_job())))
@@ -239,8 +246,16 @@ def _wait(job: RqJob, request: Job) -> Result:
                         request.cancel("cancelled in RQ", timeout=POLL_S)
     except JobTimeoutException:
         if not job.retries_left:
-            request.cancel("time-out in RQ")
+            _clean_up(lambda: request.cancel("time-out in RQ", timeout=CLEAN_UP_S))
         raise
+
+
+def _clean_up(cancel: Callable[[], object]) -> None:
+    """Cancel what a job leaves unfinished; an error of the cancel is logged, so that it does not hide the job's own."""
+    try:
+        cancel()
+    except (RedisError, TimeoutError, batch.BatchError) as error:
+        log.warning("requests of an RQ job that has ended go on, as they could not be cancelled: %s", error)
 
 
 def _cancel(request: str, url: str | None, queue: str | None, prefix: str | None) -> None:

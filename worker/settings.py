@@ -19,9 +19,12 @@ from pydantic import (
 from engine.config import EngineConfig, ModelOptions
 from tokenmill.protocol.callback import AllowList
 from tokenmill.protocol.environment import PREFIX
+from tokenmill.protocol.job import MAX_TTL_MS
 from tokenmill.protocol.url import check_url
 
 _NAME = r"^[A-Za-z0-9_.-]{1,128}$"
+_LONGEST_TTL = MAX_TTL_MS // 1000
+"""Seconds; Redis refuses an expiry of many digits, and with it the result that was to have it."""
 _UNITS = {"": 1, "b": 1} | {
     unit: factor**power
     for power, prefix in enumerate("kmgt", start=1)
@@ -153,11 +156,13 @@ class Settings(BaseModel):
     burst: bool = Field(default=False, description="Exit when the queue is empty.")
 
     # Times
-    result_ttl_seconds: int = Field(default=86400, ge=1, description="Life of a result.")
-    stream_ttl_seconds: int = Field(default=900, ge=1, description="Life of a job's token events after its end.")
+    result_ttl_seconds: int = Field(default=86400, ge=1, le=_LONGEST_TTL, description="Life of a result.")
+    stream_ttl_seconds: int = Field(
+        default=900, ge=1, le=_LONGEST_TTL, description="Life of a job's token events after its end."
+    )
     cancel_poll_ms: float = Field(default=50, gt=0, description="How often the cancel keys of held jobs are read.")
     lease_seconds: float = Field(
-        default=30, gt=0, description="A job whose worker shows no sign of life for so long is taken over."
+        default=30, ge=0.001, description="A job whose worker shows no sign of life for so long is taken over."
     )
     sweep_seconds: float | None = Field(
         default=None,

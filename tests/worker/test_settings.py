@@ -54,6 +54,8 @@ def test_the_environment_is_under_what_is_given() -> None:
         ({"kv_cache_memory": "1GiB", "num_kv_blocks": "8"}, "not both"),
         ({"result_ttl_seconds": "5"}, "--stream-ttl-seconds"),
         ({"lease_seconds": "inf"}, "--lease-seconds"),
+        ({"lease_seconds": "0.0001"}, "--lease-seconds"),
+        ({"result_ttl_seconds": "99999999999999999"}, "--result-ttl-seconds"),
         ({"cancel_poll_ms": "nan"}, "--cancel-poll-ms"),
     ],
 )

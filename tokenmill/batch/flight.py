@@ -59,6 +59,26 @@ class Ready:
     body: bytes
 
 
+def reach(client: Client, stop: threading.Event) -> None:
+    """Return once Redis has answered.
+
+    Raises:
+        BatchStopped: `stop` was set while Redis was away.
+        redis.RedisError: Redis stays away, or refuses.
+    """
+    client.patiently(client.redis.ping, pause=_pausing(stop))
+
+
+def _pausing(stop: threading.Event) -> Callable[[float], None]:
+    """Return what waits between two tries of a command, and raises `BatchStopped` when `stop` is set."""
+
+    def pause(seconds: float) -> None:
+        if stop.wait(seconds):
+            raise BatchStopped("stopped while Redis was away")
+
+    return pause
+
+
 class Flights:
     """Submits and collects; all of one group.
 
@@ -161,8 +181,4 @@ class Flights:
 
     def _patiently(self, call: Callable[[], T]) -> T:
         """All calls may be repeated: a job that was added is refused as existing, and reads change nothing."""
-        return self._client.patiently(call, pause=self._pause)
-
-    def _pause(self, seconds: float) -> None:
-        if self._stop.wait(seconds):
-            raise BatchStopped("stopped while Redis was away")
+        return self._client.patiently(call, pause=_pausing(self._stop))

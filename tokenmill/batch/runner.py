@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from tokenmill.batch.flight import Flight, Flights, Ready
+from tokenmill.batch.flight import Flight, Flights, Ready, reach
 from tokenmill.batch.index import Index, Line
 from tokenmill.batch.output import Outputs, check_paths
 from tokenmill.batch.report import BatchError, BatchReport, BatchStopped, OnProgress, Progress
@@ -80,6 +80,8 @@ def run(
         raise ValueError(f"priority: must be one of {', '.join(LANES)}")
     stop = stop or threading.Event()
     with _files(input_path, output_path, errors_path, stop) as files:
+        if files.outputs.succeeded + files.outputs.failed < files.index.total:
+            reach(client, stop)  # before the first file is made
         files.outputs.begin(client.keys.root)
         return _Run(files, client, window, priority, progress or _ignore, stop).go()
 
@@ -103,7 +105,7 @@ def cancel(
     """
     with _files(input_path, output_path, errors_path, threading.Event()) as files:
         files.outputs.require_begun(client.keys.root)
-        lines, cancelled, empty = files.index.plan(), 0, 0
+        lines, cancelled, empty, known = files.index.plan(), 0, 0, False
         state = files.outputs.state
         # Lines are submitted in the plan's order, so what is in flight comes early in what is left of it; there are
         # gaps where the queue had no room for some.
@@ -114,7 +116,9 @@ def cancel(
                     client.job(job_id).cancel(reason)
                     cancelled += 1
             empty = 0 if any(states) else empty + 1
-        files.outputs.next_generation()
+            known = known or any(states)
+        if known:  # a Redis that knows none of the jobs is not the run's: there they may still be in flight
+            files.outputs.next_generation()
         return cancelled
 
 

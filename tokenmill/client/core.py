@@ -15,7 +15,7 @@ from tokenmill.client.patience import OUTAGE_S, Deadline
 from tokenmill.protocol.body import encode_body
 from tokenmill.protocol.calls import QueueFull, QuotaExceeded, enqueue_reply
 from tokenmill.protocol.events import SEAL_ID, Event, FinalEvent, StartEvent, StreamReader, TokenEvent
-from tokenmill.protocol.job import JobEntry, parse_entry
+from tokenmill.protocol.job import JobEntry, milliseconds, parse_entry
 from tokenmill.protocol.keys import Keys
 from tokenmill.protocol.result import Result
 
@@ -143,7 +143,7 @@ def make_entry(
     entry = JobEntry(
         id=new_id() if id is None else id,
         body=body,
-        ttl_ms=None if ttl is None else round(ttl * 1000),
+        ttl_ms=None if ttl is None else milliseconds("ttl", ttl),
         stream=stream,
         group=group,
         tenant=tenant,

@@ -9,6 +9,7 @@ repeated cancel finds the job ended.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -54,6 +55,13 @@ class Deadline:
 
     @classmethod
     def after(cls, what: str, timeout: float | None) -> Deadline:
+        """Return the deadline of a call that begins now. An infinite `timeout` outlives every outage.
+
+        Raises:
+            ValueError: `timeout` is no number.
+        """
+        if timeout is not None and math.isnan(timeout):
+            raise ValueError("timeout: must be a number of seconds, or None")
         return cls(what, timeout, time.monotonic() + (RESULT_TTL_S if timeout is None else timeout))
 
     @property
@@ -70,7 +78,7 @@ class Deadline:
         left = self.left
         if left <= 0:
             raise self.missed()
-        return max(1, min(most, int(left * 1000) + 1))
+        return max(1, int(min(most, left * 1000 + 1)))
 
     def missed(self, error: Exception | None = None) -> TimeoutError:
         """The error of a call whose time is up; `error`: why nothing was heard until then."""

@@ -6,7 +6,7 @@ import secrets
 from typing import Any, NamedTuple
 
 from tokenmill.protocol.errors import clean
-from tokenmill.protocol.job import JobEntry
+from tokenmill.protocol.job import JobEntry, milliseconds
 from tokenmill.protocol.keys import CANCEL_TTL_S, GROUP, LANES, RESULT_TTL_S, STREAM_TTL_S, Keys
 from tokenmill.protocol.replies import CancelReply
 from tokenmill.protocol.result import Result, Status
@@ -52,6 +52,10 @@ def enqueue_call(keys: Keys, entry: JobEntry, priority: str, delay: float | None
     """ENQUEUE; its reply goes to `enqueue_reply`. May be repeated as it is, where the reply was lost.
 
     `delay`: seconds for which the job is put aside before it joins its lane.
+
+    Raises:
+        ValueError: an unknown priority.
+        JobError: `delay` is no finite number, or longer than ten years.
     """
     if priority not in LANES:
         raise ValueError(f"priority: must be one of {', '.join(LANES)}")
@@ -59,8 +63,8 @@ def enqueue_call(keys: Keys, entry: JobEntry, priority: str, delay: float | None
     names = [*keys.lanes, keys.job(entry.id), keys.result(entry.id), keys.meta, keys.quota(tenant)]
     names += [keys.group(group), keys.group_out(group), keys.delayed_job(entry.id), keys.delayed]
     names += [keys.booked(tenant), keys.open]
-    due_in = "" if delay is None or delay <= 0 else round(delay * 1000)
-    args: list[Any] = [priority, tenant, group, secrets.token_hex(8), due_in]
+    due_ms = 0 if delay is None else milliseconds("delay", delay)
+    args: list[Any] = [priority, tenant, group, secrets.token_hex(8), due_ms if due_ms > 0 else ""]
     for name, value in entry.fields().items():
         args += (name, value)
     return Call("enqueue", names, args)

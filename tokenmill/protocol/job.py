@@ -22,6 +22,7 @@ from tokenmill.protocol.keys import is_name
 VERSION: Final = 1
 MAX_TTL_MS: Final = 10 * 365 * 86_400_000
 MAX_ATTEMPTS: Final = 1000
+MAX_SECONDS: Final = MAX_TTL_MS / 1000
 _INTEGER = re.compile(rb"[0-9]{1,15}")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,256})?")
 _FIELDS = frozenset(
@@ -77,6 +78,17 @@ class JobEntry:
             if value is not None:
                 fields[name] = value
         return fields
+
+
+def milliseconds(name: str, seconds: float) -> int:
+    """Return a producer's `ttl` or `delay`, which it gives in seconds, in milliseconds.
+
+    Raises:
+        JobError: `invalid_request`: `seconds` is no finite number, or longer than ten years.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not abs(seconds) <= MAX_SECONDS:
+        raise _bad(name, f"must be a number of seconds, at most {MAX_SECONDS:.0f}")
+    return round(seconds * 1000)
 
 
 def identify(fields: Mapping[bytes, bytes]) -> Identity | None:

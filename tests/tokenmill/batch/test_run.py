@@ -233,6 +233,23 @@ def test_a_cancelled_run_begins_anew_what_was_in_flight(tmp_path: Path, client: 
     files.check()
 
 
+def test_a_cancel_that_asks_another_redis_leaves_the_run_as_it_was(
+    tmp_path: Path, client: Client, queue: Queue
+) -> None:
+    files = Files(tmp_path, requests(4))
+    later = Later(files, client)
+    eventually(lambda: queue.depth() == 4)
+    later.stop.set()
+    later.join()
+    state = tmp_path / f"{files.output.name}.state"
+    before = state.read_bytes()
+    with Client(queue.url.rpartition("/")[0] + "/9", queue.keys.queue) as other:
+        assert batch.cancel(files.input, files.output, files.errors, client=other) == 0
+    assert state.read_bytes() == before
+    assert batch.cancel(files.input, files.output, files.errors, client=client) == 4
+    assert queue.depth() == 0
+
+
 def test_a_job_that_somebody_cancels_has_its_error_line(tmp_path: Path, client: Client, queue: Queue) -> None:
     files = Files(tmp_path, requests(3))
     later = Later(files, client)

@@ -70,6 +70,7 @@ def test_without_redis_it_ends_at_once(folder: Path, queue: Queue) -> None:
     done = run(queue, *arguments(folder, "run", "--redis", "redis://user:secret@127.0.0.1:1/0"))
     assert done.returncode == Exit.UNAVAILABLE
     assert "secret" not in done.stderr
+    assert list(contents(folder)) == ["in.jsonl"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -156,7 +157,11 @@ def test_a_cancel_that_does_not_name_the_run_changes_nothing_and_fails(folder: P
         assert (done.returncode, done.stdout) == (Exit.USAGE, "")
         assert complaint in done.stderr
         assert contents(folder) == before
-    assert queue.depth() == 20
+        assert queue.depth() == 20
+    elsewhere = run(queue, *arguments(folder, "cancel", "--redis", queue.url.rpartition("/")[0] + "/9"))
+    assert (elsewhere.returncode, elsewhere.stdout) == (Exit.SUCCEEDED, "0 requests in flight cancelled\n")
+    assert "If the run used another Redis, name it with --redis." in elsewhere.stderr
+    assert contents(folder) == before
     assert run(queue, *arguments(folder, "cancel")).stdout == "20 requests in flight cancelled\n"
 
 

@@ -132,6 +132,12 @@ def test_what_a_worker_would_refuse_is_not_sent(client: Client) -> None:
         {"prompt": "x", "group": "{g}"},
         {"prompt": "x", "tenant": ""},
         {"prompt": "x", "ttl": 0},
+        {"prompt": "x", "ttl": float("inf")},
+        {"prompt": "x", "ttl": float("nan")},
+        {"prompt": "x", "ttl": "5"},
+        {"prompt": "x", "delay": float("inf")},
+        {"prompt": "x", "delay": float("nan")},
+        {"prompt": "x", "delay": 1e300},
         {"prompt": "x", "callback": "ftp://x"},
         {"prompt": "x", "callback": "https://[x"},
         {"prompt": "x", "callback": "https://user@hooks.example.org/"},
@@ -147,7 +153,17 @@ def test_what_a_worker_would_refuse_is_not_sent(client: Client) -> None:
         client.submit("x", priority="urgent")
     with pytest.raises(ValueError, match="id"):
         client.job("a:b")
+    with pytest.raises(ValueError, match="timeout: must be a number"):
+        client.submit("x", timeout=float("nan"))
     assert client.redis.keys(client.keys.root + "*") == []
+
+
+def test_an_infinite_time_out_waits_for_the_result(client: Client, worker: MiniWorker) -> None:
+    forever = float("inf")
+    job = client.submit("one two", wait=True, timeout=forever)
+    assert "".join(job.text(timeout=forever)) == "one two "
+    assert job.result(timeout=forever).ok
+    assert [result.ok for result in client.map(["a", "b"], timeout=forever)] == [True, True]
 
 
 def test_an_id_is_used_once(client: Client) -> None:

@@ -16,6 +16,7 @@ import pytest
 import redis
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 from rq.job import Job as RqJob
+from rq.timeouts import JobTimeoutException
 
 from producer import AsyncClient, CancelReply, Client, FinalEvent, QueueFull, batch, jobs
 from tests.chaos.proxy import Proxy
@@ -486,6 +487,21 @@ def test_a_submit_that_waits_for_room_ends_with_its_time_out(queue: Queue, clien
     assert isinstance(late.value.__cause__, QueueFull)
     with pytest.raises(TimeoutError, match=r"no job finished within 0\.2 s"):
         list(client.map(["x"], timeout=0.2))
+
+
+@pytest.mark.parametrize("retries_left", [None, 2])
+def test_a_cancel_that_fails_does_not_hide_that_an_rq_job_timed_out(retries_left: int | None) -> None:
+    class Request:
+        def result(self, timeout: float) -> Result:
+            raise JobTimeoutException("the job's time is up")
+
+        def cancel(self, reason: str, timeout: float) -> None:
+            raise redis.exceptions.ReadOnlyError("You can't write")
+
+    job = RqJob(id="a", connection=redis.Redis())
+    job.retries_left = retries_left
+    with pytest.raises(JobTimeoutException):
+        jobs._wait(job, Request())  # type: ignore[arg-type]
 
 
 def test_a_note_for_rqs_dashboards_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,14 @@ class TestReconcile:
 
 
 class TestLives:
-    @pytest.mark.parametrize(("published", "expected"), [(("1000", "100"), (1000, 100)), (("50", "900"), (50, 50))])
+    @pytest.mark.parametrize(
+        ("published", "expected"),
+        [
+            (("1000", "100"), (1000, 100)),
+            (("50", "900"), (50, 50)),
+            (("9" * 20, "100"), (86_400, 100)),  # no expiry that Redis takes
+        ],
+    )
     def test_a_cancel_keeps_result_and_stream_as_long_as_the_workers_do(
         self, queue: Queue, client: Client, published: tuple[str, str], expected: tuple[int, int]
     ) -> None:

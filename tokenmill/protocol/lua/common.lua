@@ -81,9 +81,11 @@ local function next_fence(job, out)
   return text(1 + math.max(tonumber(redis.call('HGET', job, 'fence') or '0'), (last_id(out))))
 end
 
--- A whole number of `meta`, or nil: what is misspelt there steers nothing, and a worker's log names it.
+-- A whole number of `meta`, of at most 15 digits as in meta.py, or nil: a misspelt value steers nothing, and a worker's
+-- log names it. More digits would be no expiry that Redis takes, and fail a script after its first write.
 local function whole(value)
-  return value and tonumber(string.match(value, '^%s*(%d+)%s*$') or '')
+  local digits = value and string.match(value, '^%s*(%d+)%s*$')
+  return digits and #digits <= 15 and tonumber(digits) or nil
 end
 
 -- How long results and ended streams live: what the worker that started last has published, else the caller's own.
