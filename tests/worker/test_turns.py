@@ -66,6 +66,36 @@ def test_jobs_read_ahead_keep_no_higher_one_unread(queue: Queue, room: str, lowe
         queue.client.delete(*queue.keys.lanes)
 
 
+@pytest.mark.parametrize("delay_ms", [0, 300])
+def test_jobs_read_ahead_keep_no_higher_one_waiting_that_was_handed_back(queue: Queue, delay_ms: int) -> None:
+    other = Scripts(queue.client, queue.keys, "other")
+    above = _read_by(other, queue)
+    with inside(queue, slow_engine(1, 0.1), max_waiting="4", drain_seconds="0") as worker:  # type: ignore[arg-type]
+        add(queue, 12, "low", max_tokens=60, group="g")
+        eventually(lambda: worker.worker.held.waiting == 4 and len(worker.worker.held) > 4)
+        other.yield_(above, idle_ms=30_000 - delay_ms, due_in_ms=delay_ms)
+        eventually(lambda: ended(queue) == [above.id])
+        queue.client.delete(*queue.keys.lanes)
+
+
+def test_jobs_read_ahead_keep_no_higher_one_waiting_whose_worker_died(queue: Queue) -> None:
+    options = {"max_waiting": "4", "drain_seconds": "0", "lease_seconds": "1", "sweep_seconds": "0.3"}
+    above = _read_by(Scripts(queue.client, queue.keys, "other"), queue)
+    with inside(queue, slow_engine(1, 0.1), **options) as worker:  # type: ignore[arg-type]
+        add(queue, 12, "low", max_tokens=60, group="g")
+        eventually(lambda: worker.worker.held.waiting == 4 and len(worker.worker.held) > 4)
+        eventually(lambda: ended(queue) == [above.id], 4)
+        queue.client.delete(*queue.keys.lanes)
+
+
+def _read_by(other: Scripts, queue: Queue) -> Ref:
+    """Put one job into the lane `high` and read it as another worker."""
+    other.ensure_groups()
+    (job_id,) = add(queue, 1, "high", group="g")
+    (delivery,) = other.read(1) or ()
+    return Ref(delivery.lane, delivery.entry, job_id)
+
+
 def test_what_was_handed_back_for_a_higher_one_goes_to_an_idle_worker_or_comes_back(queue: Queue) -> None:
     engine = slow_engine(1, 0.005)
     with inside(queue, engine, max_waiting="2") as worker:  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ A worker's side, on a synchronous client (thread-safe as that client is):
     scripts = Scripts(client, keys, consumer, result_ttl_s=86400, stream_ttl_s=900)
     scripts.ensure_groups()                                             # at start and after NOGROUP
     scripts.read(count) -> list[Delivery] | None                        # None: paused; handed-back ones first
-    scripts.unread(most) -> tuple[int, int, int]                        # entries of each lane that nobody has read
+    scripts.unread(most) -> tuple[int, int, int]                        # entries of each lane that no worker holds
     scripts.start(ref, job, prompt_tokens=, ttl_ms=, max_attempts=, nonce=) -> Started
     scripts.publish(batch: TokenBatch) -> list[Refused]
     scripts.finalise(ref, job, result, fence=, published=, events=(), callback=None, dead=None) -> Ending
@@ -180,8 +180,11 @@ class Scripts:
         ]
 
     def unread(self, most: int) -> tuple[int, int, int]:
-        """How many entries of each lane, high first, no worker has read yet; counted up to `most`."""
-        high, normal, low = self._runner.run("unread", self.keys.lanes, [GROUP, most])
+        """Count the entries of each lane, high first, that no worker has read, or that a worker has handed back.
+
+        Counts up to `most` entries of a lane. Entries whose delay after the hand-back is not over are left out.
+        """
+        high, normal, low = self._runner.run("unread", [*self.keys.lanes, self.keys.returned], [GROUP, most])
         return high, normal, low
 
     def start(self, ref: Ref, job: Identity, **options: Unpack[StartOptions]) -> Started:

@@ -42,7 +42,7 @@ GRAMMAR_PAUSES = (0.5, 2.0, 8.0)
 LOGGED_BYTES = 64 * 1024
 """Of a body, with `--log-prompts`."""
 GIVE_WAY = 16
-"""Waiting jobs at most that are handed back at once because higher ones are unread."""
+"""Waiting jobs at most that are handed back at once because no worker holds higher ones."""
 PAUSE_SECONDS = 0.2
 """Between two looks at a paused or unreachable queue."""
 
@@ -147,19 +147,21 @@ class Intake:
         return True
 
     def _make_room(self) -> int:
-        """Hand waiting jobs back, the newest of the lowest lane first, where jobs of a higher lane are unread.
+        """Hand waiting jobs back, the newest of the lowest lane first, where no worker holds jobs of a higher lane.
 
-        Else those would stay unread until something that runs has ended. Returns how many places are free then.
+        Those are unread, were handed back, or lost their worker. Without a free place they would stay so until a
+        running job has ended. Returns how many places are free then.
         """
         waiting = [job for job in self._held.all() if job.may_leave and job.lane != LANES[0]]
         if not waiting:
             return 0
-        unread = self._scripts.unread(GIVE_WAY)
-        higher = next((lane for lane, count in enumerate(unread) if count), len(LANES))
+        unread, abandoned = self._scripts.unread(GIVE_WAY), self._sweeper.abandoned(GIVE_WAY)
+        unheld = [max(counts) for counts in zip(unread, abandoned, strict=True)]
+        higher = next((lane for lane, count in enumerate(unheld) if count), len(LANES))
         lower = [job for job in waiting if self._gives_way(job, higher)]
         lower.sort(key=lambda job: (LANES.index(job.lane), job.ref.place), reverse=True)
         if lower:
-            self._give_back(lower[: unread[higher]])
+            self._give_back(lower[: unheld[higher]])
         return self._held.wait_for_room(self._settings.max_waiting, 0)
 
     def _gives_way(self, job: Job, higher: int) -> bool:

@@ -35,6 +35,29 @@ class Sweeper:
         self._every = every
         self._quarantine = quarantine
         self._due = 0.0
+        self._look_due = 0.0
+
+    def abandoned(self, most: int) -> tuple[int, ...]:
+        """Count the entries of each lane, high first, whose worker shows no sign of life; all 0 while no sweep is due.
+
+        Called where no place is free for a sweep. Counts up to `most` entries of a lane.
+        """
+        if time.monotonic() < self._look_due or not self._is_due():
+            return (0,) * len(LANES)
+        self._look_due = time.monotonic() + self._every
+        pipe = self._scripts.client.pipeline(transaction=False)
+        for lane in LANES:
+            pipe.xpending_range(self._scripts.keys.lane(lane), GROUP, "-", "+", most, idle=self._lease_ms)
+        return tuple(len(rows) for rows in pipe.execute())
+
+    def _is_due(self) -> bool:
+        if self._quarantine.turned_away and not self._quarantine.taken:
+            self._due = self._look_due = 0.0
+        return time.monotonic() >= self._due and self._contact.lasted() >= self._lease_seconds
+
+    @property
+    def _lease_ms(self) -> int:
+        return round(self._lease_seconds * 1000)
 
     def sweep(self, room: int) -> list[Delivery]:
         """Take over at most `room` entries that were idle for a lease; none while it is not yet time.
@@ -42,9 +65,7 @@ class Sweeper:
         Not before one lease of uninterrupted contact: after an outage of Redis every entry looks abandoned, until the
         workers that hold them have had the time to renew.
         """
-        if self._quarantine.turned_away and not self._quarantine.taken:
-            self._due = 0.0
-        if time.monotonic() < self._due or self._contact.lasted() < self._lease_seconds:
+        if not self._is_due():
             return []
         self._quarantine.begin()
         found: list[Delivery] = []
@@ -52,6 +73,8 @@ class Sweeper:
             found += self._claim(lane, room - len(found))
         if len(found) < room:
             self._due = time.monotonic() + self._every
+        else:
+            self._look_due = 0.0  # there may be more
         return found
 
     def _claim(self, lane: str, room: int) -> list[Delivery]:
@@ -64,7 +87,7 @@ class Sweeper:
                 self._scripts.keys.lane(lane),
                 GROUP,
                 self._scripts.consumer,
-                min_idle_time=round(self._lease_seconds * 1000),
+                min_idle_time=self._lease_ms,
                 start_id=cursor,
                 count=room - len(found),
             )
@@ -83,7 +106,7 @@ class Sweeper:
     def _holders(self, lane: str, room: int) -> dict[str, str]:
         """Who holds the entries of a lane that show no sign of life."""
         rows: Any = self._scripts.client.xpending_range(
-            self._scripts.keys.lane(lane), GROUP, "-", "+", room, idle=round(self._lease_seconds * 1000)
+            self._scripts.keys.lane(lane), GROUP, "-", "+", room, idle=self._lease_ms
         )
         return {row["message_id"].decode(): row["consumer"].decode() for row in rows}
 
