@@ -10,17 +10,22 @@ TYPE_CHECKING = False  # as typing's, which would have to be imported
 if TYPE_CHECKING:
     from typing import Any
 
-    from tokenmill.client.aio import AsyncClient, AsyncJob
-    from tokenmill.client.core import JobLost, TextRestarted
-    from tokenmill.client.sync import Client, Job
+    from tokenmill.client.aio import AsyncClient, AsyncGroup, AsyncJob
+    from tokenmill.client.core import JobLost, MapResult, TextRestarted
+    from tokenmill.client.groups import Finished, GroupLost, GroupResult, Progress
+    from tokenmill.client.params import GroupOptions, JobOptions, MapOptions, RequestParams
+    from tokenmill.client.patience import WaitTimeout
+    from tokenmill.client.state import JobStatus
+    from tokenmill.client.sync import Client, Group, Job
     from tokenmill.protocol.calls import EnqueueRefused, JobExists, QueueFull, QuotaExceeded
-    from tokenmill.protocol.errors import ErrorCode, JobError
+    from tokenmill.protocol.errors import ErrorCode, JobError, TokenmillError
     from tokenmill.protocol.events import Event, FinalEvent, StartEvent, TokenEvent
     from tokenmill.protocol.replies import CancelReply
     from tokenmill.protocol.result import Choice, ErrorInfo, Result, Status, Timings, Usage
 
 __all__ = [
     "AsyncClient",
+    "AsyncGroup",
     "AsyncJob",
     "CancelReply",
     "Choice",
@@ -30,19 +35,32 @@ __all__ = [
     "ErrorInfo",
     "Event",
     "FinalEvent",
+    "Finished",
+    "Group",
+    "GroupLost",
+    "GroupOptions",
+    "GroupResult",
     "Job",
     "JobError",
     "JobExists",
     "JobLost",
+    "JobOptions",
+    "JobStatus",
+    "MapOptions",
+    "MapResult",
+    "Progress",
     "QueueFull",
     "QuotaExceeded",
+    "RequestParams",
     "Result",
     "StartEvent",
     "Status",
     "TextRestarted",
     "Timings",
     "TokenEvent",
+    "TokenmillError",
     "Usage",
+    "WaitTimeout",
 ]
 
 _MODULES = (
@@ -51,7 +69,11 @@ _MODULES = (
     "tokenmill.protocol.replies",
     "tokenmill.protocol.result",
     "tokenmill.protocol.calls",
+    "tokenmill.client.params",
+    "tokenmill.client.patience",
     "tokenmill.client.core",
+    "tokenmill.client.groups",
+    "tokenmill.client.state",
     "tokenmill.client.sync",
     "tokenmill.client.aio",
 )

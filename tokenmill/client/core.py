@@ -1,25 +1,37 @@
 """What both clients do, without I/O.
 
-The waiting loops are generators: they yield what they want done (`Read`, `Get`, `Submit`) or have found (`Emit`), and
-are sent the reply. `client.py` and `aio.py` only carry that out.
+Every method is a generator: it yields steps for Redis (`Read`, `Get`, `Exist`, `Ask`, `Run`, `Pause`), is sent the
+reply of each, and yields values for the caller as `Emit` or returns one. `sync.py` and `aio.py` carry the steps out.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from tokenmill.client.patience import OUTAGE_S, Deadline
+from tokenmill.client.patience import AT_ONCE_S, BRIEF_S, OUTAGE_S, Deadline, backoff
 from tokenmill.protocol.body import encode_body
-from tokenmill.protocol.calls import QueueFull, QuotaExceeded, enqueue_reply
+from tokenmill.protocol.calls import (
+    Call,
+    EnqueueRefused,
+    QueueFull,
+    QuotaExceeded,
+    cancel_call,
+    cancel_reply,
+    enqueue_call,
+    enqueue_reply,
+)
+from tokenmill.protocol.errors import ErrorCode, JobError, TokenmillError
 from tokenmill.protocol.events import SEAL_ID, Event, FinalEvent, StartEvent, StreamReader, TokenEvent
 from tokenmill.protocol.job import JobEntry, milliseconds, parse_entry
-from tokenmill.protocol.keys import Keys
-from tokenmill.protocol.result import Result
+from tokenmill.protocol.keys import CANCEL_TTL_S, Keys
+from tokenmill.protocol.replies import CancelReply
+from tokenmill.protocol.result import ErrorInfo, Result, Status
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Result)
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """For `map`: text, token ids, chat messages, or keyword arguments of `submit`."""
 
@@ -32,12 +44,16 @@ CLEAN_UP_S = 5.0
 WINDOW = 64
 
 
-class TextRestarted(Exception):
-    """Another worker began the job anew and its text differs from what was handed out already."""
+class TextRestarted(TokenmillError):
+    """Another worker restarted the job, and the new text differs from the text that was already yielded."""
 
 
-class JobLost(Exception):
-    """Redis had a job and knows nothing more of it: it came back empty, was flushed, or the result expired unread."""
+class JobLost(TokenmillError):
+    """Redis had a job and no longer knows it: Redis lost its data, was flushed, or the result expired unread.
+
+    Attributes:
+        job_id: the job's id.
+    """
 
     def __init__(self, job_id: str, queue: str) -> None:
         self.job_id = job_id
@@ -52,7 +68,7 @@ class Read(NamedTuple):
 
     streams: Mapping[str, str]
     block_ms: int | None
-    deadline: Deadline
+    deadline: Deadline | None
 
 
 class Get(NamedTuple):
@@ -69,12 +85,34 @@ class Exist(NamedTuple):
     deadline: Deadline
 
 
+class Ask(NamedTuple):
+    """Commands in one round trip, as MULTI where `atomic`. Reply: the list of their replies."""
+
+    commands: Sequence[tuple[Any, ...]]
+    deadline: Deadline | None = None
+    outage_s: float = OUTAGE_S
+    atomic: bool = False
+
+
+class Run(NamedTuple):
+    """Script calls in one round trip; each may be repeated. Reply: the list of their replies."""
+
+    calls: Sequence[Call]
+    deadline: Deadline | None = None
+    outage_s: float = OUTAGE_S
+
+
+class Pause(NamedTuple):
+    """Wait. No reply."""
+
+    seconds: float
+
+
 class Submit(NamedTuple):
-    """Add a job. Reply: None, or why there is no room; with `wait` room is waited for until the deadline."""
+    """A checked job for `submit_steps`; with `wait` the queue's lack of room is waited for until the deadline."""
 
     entry: JobEntry
-    priority: str
-    delay: float | None
+    call: Call
     wait: bool
     deadline: Deadline
     outage_s: float = OUTAGE_S
@@ -87,7 +125,26 @@ class Emit(NamedTuple, Generic[T]):
 
 
 Full = QueueFull | QuotaExceeded
-Steps = Generator[Read | Get | Exist | Submit | Emit[T], Any, None]
+Step = Read | Get | Exist | Ask | Run | Pause
+Steps = Generator[Step | Emit[T], Any, None]
+"""The steps of a method that yields values."""
+Once = Generator[Step, Any, T]
+"""The steps of a method that returns a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class MapResult(Result):
+    """The result of one prompt of `map`."""
+
+    index: int = 0
+    """The prompt's position, counted from 0."""
+    prompt: Any = None
+    """The prompt as `map` was given it."""
+
+
+def extended(kind: type[R], result: Result, **more: Any) -> R:
+    """Return `result` as `kind`, a subclass of `Result` with the fields `more`."""
+    return kind(**{one.name: getattr(result, one.name) for one in fields(Result)}, **more)
 
 
 class Presence:
@@ -132,14 +189,22 @@ def make_entry(
     max_attempts: int | None = None,
     **params: Any,
 ) -> JobEntry:
-    """The entry of a job, checked by the worker's own rules.
+    """Build the entry of a job and check it by the worker's own rules.
 
     Raises:
-        JobError: the worker would refuse it.
+        JobError: a worker would refuse the job.
     """
-    if prompt is not None and not isinstance(prompt, str):
-        prompt = list(prompt)
-    body = encode_body({"prompt": prompt, "messages": messages and [dict(m) for m in messages], **params})
+    if isinstance(prompt, bytes | bytearray | memoryview):
+        raise JobError(ErrorCode.INVALID_REQUEST, "prompt: must be a string or a list of token ids, not bytes")
+    try:
+        prompt = prompt if prompt is None or isinstance(prompt, str) else list(prompt)
+    except TypeError:
+        raise JobError(ErrorCode.INVALID_REQUEST, "prompt: must be a string or a list of token ids") from None
+    try:
+        messages = messages and [dict(message) for message in messages]
+    except (TypeError, ValueError):
+        raise JobError(ErrorCode.INVALID_REQUEST, "messages: must be a list of messages, each an object") from None
+    body = encode_body({"prompt": prompt, "messages": messages, **params})
     entry = JobEntry(
         id=new_id() if id is None else id,
         body=body,
@@ -153,6 +218,115 @@ def make_entry(
     )
     fields = entry.fields().items()
     return parse_entry({name.encode(): _bytes(value) for name, value in fields})
+
+
+def make_submit(
+    keys: Keys,
+    prompt: str | Sequence[int] | None,
+    priority: str,
+    delay: float | None,
+    wait: bool,
+    timeout: float | None,
+    **options: Any,
+) -> Submit:
+    """Check the arguments of `submit`, which are explained there.
+
+    Raises:
+        JobError: a worker would refuse the job.
+        ValueError: an unknown priority.
+    """
+    entry = make_entry(prompt, **options)
+    call = _enqueue_call(keys, entry, priority, delay)
+    deadline = Deadline.after(f"job {entry.id}: not taken", timeout)
+    return Submit(entry, call, wait, deadline, OUTAGE_S if wait else AT_ONCE_S)
+
+
+def _enqueue_call(keys: Keys, entry: JobEntry, priority: str, delay: float | None) -> Call:
+    return enqueue_call(keys, entry, priority, delay)
+
+
+def submit_steps(job: Submit) -> Once[Full | None]:
+    """Add a job. Returns None, or why the queue has no room for it.
+
+    Raises:
+        JobExists: the id is in use.
+        TimeoutError: with `wait`: no room until the deadline.
+    """
+    pauses = backoff()
+    while True:
+        (reply,) = yield Run([job.call], job.deadline, job.outage_s)
+        full = no_room(reply, job.entry)
+        if full is None or not job.wait:
+            return full
+        if not job.deadline.left:
+            raise job.deadline.missed(full) from full
+        yield Pause(min(next(pauses), job.deadline.left))
+
+
+def submit_all_steps(keys: Keys, entries: Sequence[JobEntry], priority: str) -> Once[list[EnqueueRefused | None]]:
+    """Add many jobs; None for each that was added, else why not."""
+    replies = yield Run([enqueue_call(keys, entry, priority) for entry in entries])
+    return [_refusal(reply, entry) for reply, entry in zip(replies, entries, strict=True)]
+
+
+def _refusal(reply: Any, entry: JobEntry) -> EnqueueRefused | None:
+    try:
+        enqueue_reply(reply, entry)
+    except EnqueueRefused as refused:
+        return refused
+    return None
+
+
+def cancel_steps(keys: Keys, job_id: str, reason: str, ttl: int, deadline: Deadline) -> Once[CancelReply]:
+    """Cancel one job."""
+    (reply,) = yield Run([cancel_call(keys, job_id, reason, ttl)], deadline, BRIEF_S)
+    return cancel_reply(reply)
+
+
+def abandon_steps(keys: Keys, ids: Sequence[str]) -> Once[None]:
+    """Cancel jobs whose results are no longer awaited."""
+    if ids:
+        deadline = Deadline.after("map: not cancelled", CLEAN_UP_S)
+        yield Run([cancel_call(keys, job_id, "abandoned", CANCEL_TTL_S) for job_id in ids], deadline)
+
+
+def results_steps(keys: Keys, ids: Sequence[str]) -> Once[list[Result | None]]:
+    """Read the results of many jobs; None where there is none."""
+    replies = (yield Ask([("MGET", *map(keys.result, ids))]))[0] if ids else []
+    return [None if raw is None else Result.from_json(raw) for raw in replies]
+
+
+def states_steps(keys: Keys, ids: Sequence[str]) -> Once[list[str | None]]:
+    """Read the states of many jobs; None where Redis knows no such job."""
+    asked: list[tuple[Any, ...]] = []
+    for job_id in ids:
+        asked += [("EXISTS", keys.delayed_job(job_id)), ("HGET", keys.job(job_id), "state")]
+    replies = yield Ask(asked)
+    return [state_of(state, delayed) for delayed, state in zip(replies[::2], replies[1::2], strict=True)]
+
+
+def state_of(state: bytes | None, delayed: int) -> str | None:
+    """Return a job's state: `state` of its hash, unless the job is delayed, or was until its hash expired."""
+    if delayed and state is None:  # put aside by hand, without a hash of the job
+        return "delayed"
+    return None if state is None or (state == b"delayed" and not delayed) else state.decode("utf-8", "replace")
+
+
+def finished_steps(keys: Keys, group: str, after: str, block_ms: int | None) -> Once[list[tuple[str, str]]]:
+    """Read the next entries of a group's stream, as (entry, id)."""
+    replies = yield Read({keys.group_out(group): after}, block_ms, None)
+    return [(entry.decode(), fields[b"id"].decode()) for _, entries in replies or () for entry, fields in entries]
+
+
+def forget_steps(keys: Keys, ids: Sequence[str], group: str, entries: Sequence[str]) -> Once[None]:
+    """Delete what Redis keeps of finished jobs, and entries of a group's stream."""
+    commands: list[tuple[Any, ...]] = []
+    if ids:
+        commands.append(("DEL", *(key(one) for one in ids for key in (keys.result, keys.out, keys.job))))
+    if entries:
+        commands.append(("XDEL", keys.group_out(group), *entries))
+    if commands:
+        yield Ask(commands)
 
 
 def _bytes(value: str | bytes) -> bytes:
@@ -220,19 +394,19 @@ def stream_steps(
         block = None if there else deadline.block_ms(block_ms)
 
 
-def check_event_id(text: str) -> str:
-    """The ID of an event, or `0` for the beginning.
+def check_event_id(text: str, name: str = "from_id") -> str:
+    """Return `text`, the ID of an event or entry, or `0` for the beginning.
 
     Raises:
         ValueError: it is neither.
     """
     parts = text.split("-")
     if len(parts) > 2 or not all(part.isascii() and part.isdigit() and int(part) < 1 << 64 for part in parts):
-        raise ValueError(f"from_id: must be the id of an event such as 1-7, or 0 for the beginning, not {text[:64]!r}")
+        raise ValueError(f"{name}: must be the id of an event such as 1-7, or 0 for the beginning, not {text[:64]!r}")
     return text
 
 
-def result_steps(keys: Keys, job_id: str, deadline: Deadline, block_ms: int, presence: Presence) -> Steps[Result]:
+def result_steps(keys: Keys, job_id: str, deadline: Deadline, block_ms: int, presence: Presence) -> Once[Result]:
     """Wait for a job's result without reading its tokens.
 
     Raises:
@@ -242,8 +416,7 @@ def result_steps(keys: Keys, job_id: str, deadline: Deadline, block_ms: int, pre
     while True:
         raw = (yield Get([keys.result(job_id)], deadline))[0]
         if raw is not None:
-            yield Emit(Result.from_json(raw))
-            return
+            return Result.from_json(raw)
         yield from presence.look([job_id], deadline)
         replies = yield Read({out: last}, deadline.block_ms(block_ms), deadline)
         if replies:
@@ -266,20 +439,26 @@ class Window:
         ordered: bool,
         timeout: float | None,
         block_ms: int,
+        strict: bool = False,
     ) -> None:
-        """`defaults`: arguments of `submit` that a prompt's own go before."""
+        """`defaults`: arguments of `submit`; those of a prompt take precedence. `strict`: raise for a malformed prompt.
+
+        Raises:
+            ValueError: `window` is below 1.
+        """
         if window < 1:
             raise ValueError("window: must be at least 1")
         self.keys, self.ordered, self.window, self.timeout, self.block_ms = keys, ordered, window, timeout, block_ms
         self.defaults = {"stream": False, **defaults}
         self.items = enumerate(prompts)
-        self.pending: dict[str, int] = {}
-        """Ids of unfinished jobs, with their place."""
+        self.strict = strict
+        self.pending: dict[str, tuple[int, Prompt]] = {}
+        """Ids of unfinished jobs, with index and prompt."""
         self._last: dict[str, str] = {}
-        self._ready: dict[int, Result] = {}
+        self._ready: dict[int, MapResult] = {}
         self._handed = 0
 
-    def steps(self) -> Steps[Result]:
+    def steps(self) -> Steps[MapResult]:
         """Yield results until all prompts have theirs.
 
         Raises:
@@ -291,17 +470,26 @@ class Window:
         while item is not None or self.pending:
             full: Full | None = None
             while item is not None and full is None and self._room():
-                place, prompt = item
-                submit, patient = self._submit(prompt, deadline)
-                full = yield submit
+                try:
+                    submit, patient = self._submit(item[1], deadline)
+                except (JobError, TypeError, ValueError) as error:
+                    if self.strict:
+                        raise
+                    yield from self._hand(_malformed(error, *item))
+                    item = next(self.items, None)
+                    deadline = self._deadline()
+                    continue
+                full = yield from submit_steps(submit)
                 if full is None:
-                    self.pending[submit.entry.id] = place
+                    self.pending[submit.entry.id] = item
                     self._last[submit.entry.id] = SEAL_ID
                     item = next(self.items, None)
                     deadline = self._deadline()
                 elif not patient:
                     raise full
             ids = list(self.pending)
+            if not ids:
+                continue
             replies = yield Get([self.keys.result(job_id) for job_id in ids], deadline)
             done = [(job_id, raw) for job_id, raw in zip(ids, replies, strict=True) if raw is not None]
             for job_id, raw in done:
@@ -323,7 +511,9 @@ class Window:
         arguments = {**self.defaults, **map_arguments(prompt)}
         priority, delay = arguments.pop("priority", "normal"), arguments.pop("delay", None)
         patient = arguments.pop("wait", True)
-        return Submit(make_entry(**arguments), priority, delay, patient and not self.pending, deadline), patient
+        entry = make_entry(**arguments)
+        call = _enqueue_call(self.keys, entry, priority, delay)
+        return Submit(entry, call, patient and not self.pending, deadline), patient
 
     def _deadline(self) -> Deadline:
         return Deadline.after("map: no job finished", self.timeout)
@@ -332,16 +522,27 @@ class Window:
         held = len(self._ready) + len(self.pending)
         return len(self.pending) < self.window and (not self.ordered or held < 4 * self.window)
 
-    def _take(self, job_id: str, result: Result) -> Generator[Emit[Result], None, None]:
-        place = self.pending.pop(job_id)
+    def _take(self, job_id: str, result: Result) -> Generator[Emit[MapResult], None, None]:
+        index, prompt = self.pending.pop(job_id)
         del self._last[job_id]
+        yield from self._hand(extended(MapResult, result, index=index, prompt=prompt))
+
+    def _hand(self, result: MapResult) -> Generator[Emit[MapResult], None, None]:
         if not self.ordered:
             yield Emit(result)
             return
-        self._ready[place] = result
+        self._ready[result.index] = result
         while self._handed in self._ready:
             yield Emit(self._ready.pop(self._handed))
             self._handed += 1
+
+
+def _malformed(error: JobError | TypeError | ValueError, index: int, prompt: Prompt) -> MapResult:
+    """Return the failed result of a prompt that was not submitted."""
+    refused = error if isinstance(error, JobError) else JobError(ErrorCode.INVALID_REQUEST, str(error))
+    given = prompt.get("id") if isinstance(prompt, Mapping) else None
+    job_id = given if isinstance(given, str) else ""
+    return MapResult(job_id, Status.FAILED, error=ErrorInfo.of(refused), index=index, prompt=prompt)
 
 
 class TextFollower:

@@ -17,6 +17,7 @@ from typing import Final
 
 from redis.exceptions import RedisError
 
+from tokenmill.protocol.errors import TokenmillError
 from tokenmill.protocol.faults import answered, misdirected, transient
 from tokenmill.protocol.keys import RESULT_TTL_S
 
@@ -42,6 +43,10 @@ def backoff() -> Generator[float, None, None]:
     while True:
         yield pause
         pause = min(1.0, pause * 2)
+
+
+class WaitTimeout(TokenmillError, TimeoutError):
+    """A call's `timeout` is over; `__cause__` is the last error of Redis, if there was one."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class Deadline:
         """The error of a call whose time is up; `error`: why nothing was heard until then."""
         seconds = RESULT_TTL_S if self.timeout is None else self.timeout
         reason = "" if error is None else f"; the last error: {error}"
-        return TimeoutError(f"{self.what} within {seconds:g} s{reason}")
+        return WaitTimeout(f"{self.what} within {seconds:g} s{reason}")
 
 
 class Line:

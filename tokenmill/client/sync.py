@@ -27,43 +27,59 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from redis.exceptions import NoPermissionError, RedisError
 
 from tokenmill.client.core import (
     BLOCK_MS,
-    CLEAN_UP_S,
     READ_COUNT,
     WINDOW,
+    Ask,
     Emit,
     Exist,
-    Full,
     Get,
+    MapResult,
+    Once,
+    Pause,
     Presence,
     Prompt,
-    Read,
+    Run,
+    Step,
     Steps,
-    Submit,
     TextFollower,
     Window,
+    abandon_steps,
+    cancel_steps,
     check_event_id,
-    make_entry,
-    no_room,
+    finished_steps,
+    forget_steps,
+    make_submit,
+    new_id,
     result_steps,
+    results_steps,
+    states_steps,
     stream_steps,
+    submit_all_steps,
+    submit_steps,
 )
-from tokenmill.client.patience import AT_ONCE_S, BRIEF_S, OUTAGE_S, Deadline, Line, Tries, backoff
-from tokenmill.protocol.calls import (
-    EnqueueRefused,
-    cancel_call,
-    cancel_reply,
-    enqueue_call,
-    enqueue_reply,
+from tokenmill.client.groups import (
+    Finished,
+    Following,
+    GroupResult,
+    Progress,
+    cancel_group_steps,
+    check_expected,
+    expect_steps,
+    progress_steps,
 )
+from tokenmill.client.params import GroupOptions, MapOptions, RequestParams
+from tokenmill.client.patience import OUTAGE_S, Deadline, Line, Tries
+from tokenmill.client.state import JobStatus, status_steps
+from tokenmill.protocol.calls import EnqueueRefused
 from tokenmill.protocol.connection import DEFAULT_URL, blocking_client, command_client, ends_by
 from tokenmill.protocol.events import Event
 from tokenmill.protocol.faults import DEMOTED
@@ -103,7 +119,9 @@ class Job:
             JobLost: Redis had the job and knows nothing more of it.
             redis.RedisError: without a time-out: Redis stayed away for five minutes; with one: it refuses for good.
         """
-        return self._client._stream(self.id, check_event_id(from_id), self._deadline(timeout), self._presence)
+        client, deadline = self._client, self._deadline(timeout)
+        start = check_event_id(from_id)
+        return client._drive(stream_steps(client.keys, self.id, start, deadline, client._block_ms, self._presence))
 
     def text(self, index: int = 0, timeout: float | None = None) -> Iterator[str]:
         """Pieces of one choice's text as they come. It ends with the job, however that ended: see `result()`.
@@ -119,14 +137,21 @@ class Job:
                 yield piece
 
     def result(self, timeout: float | None = None) -> Result:
-        """Wait for the result, whatever its status.
+        """Wait for the result, whatever its status. With `timeout=0`: return it if the job has ended.
 
         Raises:
-            TimeoutError: none within `timeout` seconds (default: a day). The job goes on.
-            JobLost: as `stream`.
-            redis.RedisError: as `stream`.
+            TimeoutError: no result within `timeout` seconds (default: a day). The job goes on.
+            JobLost: Redis had the job and no longer knows it.
+            redis.RedisError: without a time-out: Redis stayed away for five minutes; with one: it refuses for good.
         """
-        return self._client._result(self.id, self._deadline(timeout), self._presence)
+        client = self._client
+        return client._once(
+            result_steps(client.keys, self.id, self._deadline(timeout), client._block_ms, self._presence)
+        )
+
+    def status(self, timeout: float | None = None) -> JobStatus:
+        """Return the job's state; see `Client.status`."""
+        return self._client.status(self.id, timeout)
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(f"job {self.id}: not finished", timeout)
@@ -142,7 +167,89 @@ class Job:
             TimeoutError: Redis did not answer within `timeout` seconds. The job may have been cancelled.
             redis.RedisError: without a time-out: Redis stayed away for 30 s; with one: it refuses for good.
         """
-        return self._client._cancel(self.id, reason, ttl, Deadline.after(f"job {self.id}: not cancelled", timeout))
+        deadline = Deadline.after(f"job {self.id}: not cancelled", timeout)
+        return self._client._once(cancel_steps(self._client.keys, self.id, reason, ttl, deadline))
+
+
+class Group:
+    """Jobs that are counted and followed together; made by `Client.group` and `Client.create_group`."""
+
+    def __init__(self, client: Client, name: str) -> None:
+        self._client = client
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"Group({self.name!r})"
+
+    def expect(self, expected: int, timeout: float | None = None) -> None:
+        """Announce how many jobs the group will have: it is complete when as many have ended.
+
+        Raises:
+            ValueError: `expected` is not a whole number of at least 0.
+            TimeoutError: Redis did not answer within `timeout` seconds.
+            redis.RedisError: without a time-out: Redis stayed away for 30 s; with one: it refuses for good.
+        """
+        deadline = Deadline.after(f"group {self.name}: not created", timeout)
+        self._client._once(expect_steps(self._client.keys, self.name, check_expected(expected), deadline))
+
+    def submit(self, prompt: str | Sequence[int] | None = None, **options: Unpack[GroupOptions]) -> Job:
+        """Submit a job as a member of the group; arguments and errors are those of `Client.submit`."""
+        return self._client.submit(prompt, **options, group=self.name)
+
+    def progress(self, timeout: float | None = None) -> Progress:
+        """Return the group's counts; all zero for a group that Redis does not know.
+
+        Raises:
+            TimeoutError: Redis did not answer within `timeout` seconds.
+            redis.RedisError: as `expect`.
+        """
+        deadline = Deadline.after(f"group {self.name}: no counts", timeout)
+        return self._client._once(progress_steps(self._client.keys, self.name, deadline))
+
+    def finished(self, after: str = "0", timeout: float | None = None) -> Iterator[Finished]:
+        """Yield each member that has ended, in the order of the ends, until the group is complete.
+
+        A group without `expected` is never complete: the iteration ends with its time-out only.
+
+        Args:
+            after: the `entry` of the last member that was seen; `0`: from the beginning.
+            timeout: seconds without a further end (default: a day).
+
+        Raises:
+            ValueError: `after` is not an entry.
+            TimeoutError: no member ended for `timeout` seconds.
+            GroupLost: Redis no longer knows the group.
+            redis.RedisError: as `Job.stream`.
+        """
+        return self._client._drive(self._following(after, timeout).finished())
+
+    def results(self, after: str = "0", timeout: float | None = None) -> Iterator[GroupResult]:
+        """Yield the result of each member that has ended; as `finished`, whose arguments these are.
+
+        Raises:
+            JobLost: a result has expired or was deleted; `finished` still yields its id.
+            ValueError, TimeoutError, GroupLost, redis.RedisError: as `finished`.
+        """
+        return self._client._drive(self._following(after, timeout).results())
+
+    def cancel(
+        self, reason: str = "user", ttl: int = CANCEL_TTL_S, timeout: float | None = None
+    ) -> dict[str, CancelReply]:
+        """Cancel every unfinished member that Redis knows; return the reply of each by id.
+
+        Redis knows members that are delayed, were submitted by a client, or have started. A job added by a bare XADD
+        that no worker has started is not found. Reads the ids of all unfinished jobs of the queue.
+
+        Raises:
+            TimeoutError: not done within `timeout` seconds; some members may have been cancelled.
+            redis.RedisError: as `expect`.
+        """
+        deadline = Deadline.after(f"group {self.name}: not cancelled", timeout)
+        return self._client._once(cancel_group_steps(self._client.keys, self.name, reason, ttl, deadline))
+
+    def _following(self, after: str, timeout: float | None) -> Following:
+        client = self._client
+        return Following(client.keys, self.name, check_event_id(after, "after"), timeout, client._block_ms)
 
 
 class Client:
@@ -190,7 +297,7 @@ class Client:
         max_attempts: int | None = None,
         wait: bool = False,
         timeout: float | None = None,
-        **params: Any,
+        **params: Unpack[RequestParams],
     ) -> Job:
         """Add a job: `prompt` (text or token ids) or `messages`, and any parameter of the body (`max_tokens`, …).
 
@@ -203,7 +310,8 @@ class Client:
             timeout: seconds to wait for Redis and, with `wait`, for room.
 
         Raises:
-            JobError: a worker would refuse it; nothing was sent.
+            JobError: a worker would refuse the job; nothing was sent.
+            ValueError: an unknown `priority`.
             JobExists, QueueFull, QuotaExceeded: the queue did.
             TimeoutError: not taken within `timeout` seconds.
             redis.RedisError: without a time-out: Redis stayed away, for 3 s or, with `wait`, for five minutes.
@@ -211,9 +319,14 @@ class Client:
         After the last two the job may have been added all the same. Name an `id` to find out: submitted again, it
         is refused as `JobExists` where it was.
         """
-        entry = make_entry(
+        job = make_submit(
+            self.keys,
             prompt,
-            messages,
+            priority,
+            delay,
+            wait,
+            timeout,
+            messages=messages,
             id=id,
             ttl=ttl,
             group=group,
@@ -224,11 +337,10 @@ class Client:
             max_attempts=max_attempts,
             **params,
         )
-        deadline = Deadline.after(f"job {entry.id}: not taken", timeout)
-        full = self._submit(Submit(entry, priority, delay, wait, deadline, OUTAGE_S if wait else AT_ONCE_S))
+        full = self._once(submit_steps(job))
         if full is not None:
             raise full
-        return Job(self, entry.id, known=True)
+        return Job(self, job.entry.id, known=True)
 
     def job(self, id: str) -> Job:
         """A job submitted elsewhere. Nothing is asked of Redis yet.
@@ -238,6 +350,36 @@ class Client:
         """
         return Job(self, check_name("id", id))
 
+    def status(self, id: str, timeout: float | None = None) -> JobStatus:
+        """Return the state of a job, in one round trip.
+
+        Raises:
+            ValueError: not an id.
+            TimeoutError: Redis did not answer within `timeout` seconds.
+            redis.RedisError: without a time-out: Redis stayed away for 30 s; with one: it refuses for good.
+        """
+        deadline = Deadline.after(f"job {check_name('id', id)}: no status", timeout)
+        return self._once(status_steps(self.keys, id, deadline))
+
+    def group(self, name: str | None = None) -> Group:
+        """Return the group of a name; a random name when left out. Nothing is asked of Redis yet.
+
+        Raises:
+            ValueError: not a name.
+        """
+        return Group(self, new_id() if name is None else check_name("group", name))
+
+    def create_group(self, expected: int, name: str | None = None, timeout: float | None = None) -> Group:
+        """Create a group that is complete when `expected` jobs have ended. May be repeated.
+
+        Raises:
+            ValueError: not a name, or `expected` is not a whole number of at least 0.
+            TimeoutError, redis.RedisError: as `Group.expect`.
+        """
+        group = self.group(name)
+        group.expect(expected, timeout)
+        return group
+
     def map(
         self,
         prompts: Iterable[Prompt],
@@ -245,22 +387,40 @@ class Client:
         window: int = WINDOW,
         ordered: bool = True,
         timeout: float | None = None,
-        **params: Any,
-    ) -> Iterator[Result]:
-        """Run many prompts with at most `window` unfinished at a time; yields each one's result.
+        strict: bool = False,
+        **params: Unpack[MapOptions],
+    ) -> Generator[MapResult, None, None]:
+        """Run many prompts with at most `window` unfinished at a time; yield the result of each.
 
-        A prompt is text, token ids, chat messages, or a dict of `submit` arguments, which go before `params`. Results
-        come in the prompts' order, or as completed. Leaving the loop early cancels what is unfinished, and so does an
-        error; where Redis cannot be asked to within five seconds, the log has their ids.
+        A prompt is text, token ids, chat messages, or a dict of `submit` arguments, which take precedence over
+        `params`. Each result has the `prompt` and its `index`. A malformed prompt has a failed result with the error
+        of the check; nothing of it was sent. Closing the iterator early cancels the unfinished jobs, and so does an
+        error; where Redis does not answer that within five seconds, the log has their ids.
+
+        Args:
+            ordered: yield results in the order of the prompts, rather than in the order of their ends.
+            timeout: seconds without any job's end or start (default: a day).
+            strict: raise for a malformed prompt, which cancels the unfinished jobs.
 
         Raises:
-            JobLost: Redis had one of the jobs and knows nothing more of it; the unfinished are cancelled.
-            JobError: a prompt is malformed; the unfinished are cancelled.
-            TimeoutError: for `timeout` seconds no job finished and the queue took none.
+            ValueError: `window` is below 1.
+            JobError, TypeError, ValueError: with `strict`: a prompt is malformed.
+            JobExists: the id that a prompt names is in use.
+            QueueFull, QuotaExceeded: with `wait=False`: the queue has no room.
+            JobLost: Redis had one of the jobs and no longer knows it.
+            TimeoutError: for `timeout` seconds no job ended and the queue took none.
             redis.RedisError: as `Job.stream`.
         """
+        block_ms = self._block_ms
         work = Window(
-            self.keys, prompts, params, window=window, ordered=ordered, timeout=timeout, block_ms=self._block_ms
+            self.keys,
+            prompts,
+            params,
+            window=window,
+            ordered=ordered,
+            timeout=timeout,
+            block_ms=block_ms,
+            strict=strict,
         )
         try:
             yield from self._drive(work.steps())
@@ -268,58 +428,52 @@ class Client:
             self._abandon(list(work.pending))
 
     def submit_all(self, entries: Sequence[JobEntry], priority: str = "normal") -> list[EnqueueRefused | None]:
-        """Add many jobs in one round trip; for each None, or why the queue did not take it.
+        """Add many jobs in one round trip; return None for each that was added, else why it was refused.
 
-        Entries are not checked: a worker answers what is wrong with them.
+        Entries are not checked: the worker answers what is wrong with them.
 
         Raises:
+            ValueError: an unknown `priority`.
             redis.RedisError: some may have been added. Repeated, those are refused as `JobExists`.
         """
-        calls = [enqueue_call(self.keys, entry, priority) for entry in entries]
-        replies = self.patiently(lambda: self._runner.run_all(calls))
-        return [_refusal(reply, entry) for reply, entry in zip(replies, entries, strict=True)]
+        return self._once(submit_all_steps(self.keys, entries, priority))
 
     def finished(self, group: str, after: str = "0", block_ms: int | None = None) -> list[tuple[str, str]]:
-        """Up to 512 jobs of a group that have ended since `after`, as (entry, id) in the order of their ends.
+        """Return up to 512 jobs of a group that have ended since `after`, as (entry, id) in the order of their ends.
 
-        `after` is the last entry seen. `block_ms`: how long to wait for one, at most the client's own `block_ms`.
+        Args:
+            after: the last entry that was seen.
+            block_ms: milliseconds to wait for one, at most the client's own `block_ms`; None: do not wait.
+
+        Raises:
+            redis.RedisError: Redis stayed away for five minutes, or refuses.
         """
-        streams: dict[Any, Any] = {self.keys.group_out(group): after}
         block = None if block_ms is None else max(1, min(block_ms, self._block_ms))
-        replies = self.patiently(lambda: self._xread(streams, block))
-        return [(entry.decode(), fields[b"id"].decode()) for _, entries in replies or () for entry, fields in entries]
+        return self._once(finished_steps(self.keys, group, after, block))
 
     def results(self, ids: Sequence[str]) -> list[Result | None]:
-        """The results of many jobs in one round trip, without waiting; None where there is none."""
-        replies: Any = self.patiently(lambda: self.redis.mget([self.keys.result(job_id) for job_id in ids]))
-        return [None if raw is None else Result.from_json(raw) for raw in replies]
+        """Return the results of many jobs in one round trip, without waiting; None where there is none.
+
+        Raises:
+            redis.RedisError: as `finished`.
+        """
+        return self._once(results_steps(self.keys, ids))
 
     def states(self, ids: Sequence[str]) -> list[str | None]:
-        """The state of many jobs in one round trip, `delayed` included; None where Redis knows no such job."""
+        """Return the states of many jobs in one round trip, `delayed` included; None where Redis knows no such job.
 
-        def ask() -> list[Any]:
-            pipe = self.redis.pipeline(transaction=False)
-            for job_id in ids:
-                pipe.exists(self.keys.delayed_job(job_id))
-                pipe.hget(self.keys.job(job_id), "state")
-            return pipe.execute()
-
-        replies = self.patiently(ask)
-        return [_state(state, delayed) for delayed, state in zip(replies[::2], replies[1::2], strict=True)]
+        Raises:
+            redis.RedisError: as `finished`.
+        """
+        return self._once(states_steps(self.keys, ids))
 
     def forget(self, ids: Sequence[str], group: str, entries: Sequence[str]) -> None:
-        """Delete what Redis keeps of finished jobs, and their entries of a group's stream, ahead of their time."""
+        """Delete what Redis keeps of finished jobs, and their entries of a group's stream, ahead of their time.
 
-        def delete() -> None:
-            pipe = self.redis.pipeline(transaction=False)
-            if ids:
-                kinds = (self.keys.result, self.keys.out, self.keys.job)
-                pipe.delete(*(key(job_id) for job_id in ids for key in kinds))
-            if entries:
-                pipe.xdel(self.keys.group_out(group), *entries)
-            pipe.execute()
-
-        self.patiently(delete)
+        Raises:
+            redis.RedisError: as `finished`.
+        """
+        self._once(forget_steps(self.keys, ids, group, entries))
 
     def patiently(
         self,
@@ -360,6 +514,7 @@ class Client:
             _trying.reset(token)
 
     def close(self) -> None:
+        """Close the connections."""
         self.redis.close()
         self._blocking.close()
 
@@ -369,37 +524,25 @@ class Client:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _submit(self, job: Submit) -> Full | None:
-        call, pauses = enqueue_call(self.keys, job.entry, job.priority, job.delay), backoff()
-        while True:
-            reply = self.patiently(lambda: self._runner.run(*call), job.deadline, job.outage_s)
-            full = no_room(reply, job.entry)
-            if full is None or not job.wait:
-                return full
-            if not job.deadline.left:
-                raise job.deadline.missed(full) from full
-            time.sleep(min(next(pauses), job.deadline.left))
-
-    def _cancel(self, job_id: str, reason: str, ttl: int, deadline: Deadline) -> CancelReply:
-        call = cancel_call(self.keys, job_id, reason, ttl)
-        return cancel_reply(self.patiently(lambda: self._runner.run(*call), deadline, BRIEF_S))
-
     def _abandon(self, ids: Sequence[str]) -> None:
-        """Cancel jobs whose results nobody waits for any more; an error must not hide why that is so."""
-        calls = [cancel_call(self.keys, job_id, "abandoned", CANCEL_TTL_S) for job_id in ids]
+        """Cancel jobs whose results are no longer awaited; a failure is logged, so that it hides no other error."""
         try:
-            if calls:
-                self.patiently(lambda: self._runner.run_all(calls), Deadline.after("map: not cancelled", CLEAN_UP_S))
+            self._once(abandon_steps(self.keys, ids))
         except (RedisError, TimeoutError) as error:
             log.warning("unfinished jobs go on: %s; could not cancel them: %s", ", ".join(ids), error)
 
-    def _stream(self, job_id: str, from_id: str, deadline: Deadline, presence: Presence) -> Iterator[Event]:
-        yield from self._drive(stream_steps(self.keys, job_id, from_id, deadline, self._block_ms, presence))
-
-    def _result(self, job_id: str, deadline: Deadline, presence: Presence) -> Result:
-        return next(self._drive(result_steps(self.keys, job_id, deadline, self._block_ms, presence)))
+    def _once(self, steps: Once[T]) -> T:
+        """Carry out the steps of a method that returns a value."""
+        reply: Any = None
+        while True:
+            try:
+                step = steps.send(reply)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            reply = self._carry_out(step)
 
     def _drive(self, steps: Steps[T]) -> Iterator[T]:
+        """Carry out the steps of a method that yields values."""
         reply: Any = None
         while True:
             try:
@@ -409,27 +552,33 @@ class Client:
             reply = None
             if isinstance(step, Emit):
                 yield step.value
-            elif isinstance(step, Submit):
-                reply = self._submit(step)
             else:
-                reply = self._read(step)
+                reply = self._carry_out(step)
 
-    def _read(self, step: Read | Get | Exist) -> Any:
-        if isinstance(step, Exist):
-            return self._exist(step)
-        if isinstance(step, Get):
-            return self.patiently(lambda: self.redis.mget(step.keys), step.deadline)
+    def _carry_out(self, step: Step) -> Any:
+        match step:
+            case Pause():
+                return time.sleep(step.seconds)
+            case Run():
+                return self.patiently(lambda: self._runner.run_all(step.calls), step.deadline, step.outage_s)
+            case Ask():
+                return self.patiently(lambda: self._ask(step), step.deadline, step.outage_s)
+            case Exist():
+                return self._exist(step)
+            case Get():
+                return self.patiently(lambda: self.redis.mget(step.keys), step.deadline)
         return self.patiently(lambda: self._xread(step.streams, step.block_ms), step.deadline)
 
-    def _exist(self, step: Exist) -> list[bool]:
-        def ask() -> list[int]:
-            pipe = self.redis.pipeline(transaction=False)
-            for keys in step.groups:
-                pipe.exists(*keys)
-            return list(pipe.execute())
+    def _ask(self, step: Ask) -> list[Any]:
+        pipe = self.redis.pipeline(transaction=step.atomic)
+        for command in step.commands:
+            pipe.execute_command(*command)  # type: ignore[no-untyped-call]
+        return list(pipe.execute())
 
+    def _exist(self, step: Exist) -> list[bool]:
+        asked = Ask([("EXISTS", *keys) for keys in step.groups], step.deadline)
         try:
-            return [count > 0 for count in self.patiently(ask, step.deadline)]
+            return [count > 0 for count in self._carry_out(asked)]
         except NoPermissionError:  # the role `producer` may not look
             return [True] * len(step.groups)
 
@@ -437,17 +586,3 @@ class Client:
         asked: dict[Any, Any] = dict(streams)
         reader = self.redis if block_ms is None else self._blocking
         return reader.xread(asked, count=READ_COUNT, block=block_ms)
-
-
-def _state(state: bytes | None, delayed: int) -> str | None:
-    if delayed and state is None:  # put aside by hand, without a hash of the job
-        return "delayed"
-    return None if state is None or (state == b"delayed" and not delayed) else state.decode()
-
-
-def _refusal(reply: Any, entry: JobEntry) -> EnqueueRefused | None:
-    try:
-        enqueue_reply(reply, entry)
-    except EnqueueRefused as refused:
-        return refused
-    return None

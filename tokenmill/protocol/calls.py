@@ -5,14 +5,14 @@ from __future__ import annotations
 import secrets
 from typing import Any, NamedTuple
 
-from tokenmill.protocol.errors import clean
+from tokenmill.protocol.errors import TokenmillError, clean
 from tokenmill.protocol.job import JobEntry, milliseconds
 from tokenmill.protocol.keys import CANCEL_TTL_S, GROUP, LANES, RESULT_TTL_S, STREAM_TTL_S, Keys
 from tokenmill.protocol.replies import CancelReply
 from tokenmill.protocol.result import Result, Status
 
 
-class EnqueueRefused(Exception):
+class EnqueueRefused(TokenmillError):
     """The queue did not take a job."""
 
 

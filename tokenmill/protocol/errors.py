@@ -42,7 +42,11 @@ def clean(text: str, limit: int = MAX_MESSAGE) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-class JobError(Exception):
+class TokenmillError(Exception):
+    """Base of the errors that this library raises of its own."""
+
+
+class JobError(TokenmillError):
     """A job that is answered with an error.
 
     Args:

@@ -228,7 +228,7 @@ def test_leaving_map_early_cancels_what_is_unfinished(client: Client, queue: Que
     worker.start()
     results = client.map(itertools.chain(["one"], itertools.repeat("HOLD")), window=3, timeout=20)
     assert next(results).text == "one "
-    results.close()  # type: ignore[attr-defined]
+    results.close()
     eventually(lambda: queue.depth() == 0)
     worker.stop()
 
@@ -239,9 +239,9 @@ def test_map_times_out_when_nothing_finishes(client: Client) -> None:
     assert client.redis.xlen(client.keys.lane("normal")) == 0
 
 
-def test_map_of_a_malformed_prompt_raises_and_leaves_nothing_behind(client: Client, queue: Queue) -> None:
+def test_a_strict_map_of_a_malformed_prompt_raises_and_leaves_nothing_behind(client: Client, queue: Queue) -> None:
     with pytest.raises(JobError):
-        list(client.map(["a", {"prompt": "b", "n": 0}], timeout=5))
+        list(client.map(["a", {"prompt": "b", "n": 0}], timeout=5, strict=True))
     assert queue.depth() == 0
 
 

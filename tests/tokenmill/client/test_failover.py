@@ -314,8 +314,7 @@ def end(queue: Queue, job_id: str) -> None:
 def test_what_map_cannot_clean_up_does_not_hide_its_error(
     own_redis: RedisServer, client: Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("sync", "aio"):
-        monkeypatch.setattr(f"tokenmill.client.{module}.CLEAN_UP_S", 0.1)
+    monkeypatch.setattr("tokenmill.client.core.CLEAN_UP_S", 0.1)
 
     def prompts() -> Iterator[str]:
         yield "a"

@@ -62,6 +62,12 @@ class _Shared:
             raise ResponseError(f"script {name}: the job changes all the time; try again")
         return list(reply[1:])
 
+    def to_repeat(self, reply: Any, sent: bool) -> bool:
+        """True where the server lacks the script, or cannot compile the `#!` line, which was `sent` or not."""
+        if isinstance(reply, NoScriptError):
+            return True
+        return isinstance(reply, ResponseError) and self.refused_shebang(reply, sent)
+
     def refused_shebang(self, error: ResponseError, sent: bool | None = None) -> bool:
         """True where the server could not compile the `#!` line, which is then left out from now on.
 
@@ -116,12 +122,9 @@ class Runner(_Shared):
         replies = pipe.execute(raise_on_error=False)
         for at, reply in enumerate(replies):
             name, keys, args = calls[at]
-            if more := self.more_keys(name, reply, 0):
+            more = self.more_keys(name, reply, 0)
+            if more or self.to_repeat(reply, shebang):
                 replies[at] = self.run(name, [*keys, *more], args)
-            elif isinstance(reply, NoScriptError) or (
-                isinstance(reply, ResponseError) and self.refused_shebang(reply, shebang)
-            ):
-                replies[at] = self.run(name, keys, args)
             elif isinstance(reply, Exception):
                 raise reply
         return replies
@@ -157,6 +160,25 @@ class AsyncRunner(_Shared):
             except ResponseError as error:
                 if not self.refused_shebang(error):
                     raise
+
+    async def run_all(self, calls: Sequence[tuple[str, Sequence[str | bytes], Sequence[Any]]]) -> list[Any]:
+        """As `Runner.run_all`."""
+        if len(calls) == 1:
+            return [await self.run(*calls[0])]
+        pipe = self.client.pipeline(transaction=False)
+        send: Callable[..., Any] = pipe.execute_command
+        shebang = self.shebang
+        for name, keys, args in calls:
+            send(*self.command(name, keys, args))
+        replies = await pipe.execute(raise_on_error=False)
+        for at, reply in enumerate(replies):
+            name, keys, args = calls[at]
+            more = self.more_keys(name, reply, 0)
+            if more or self.to_repeat(reply, shebang):
+                replies[at] = await self.run(name, [*keys, *more], args)
+            elif isinstance(reply, Exception):
+                raise reply
+        return replies
 
     async def _load(self, name: str) -> None:
         try:
