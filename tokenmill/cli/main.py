@@ -30,6 +30,7 @@ from typer.core import TyperCommand, TyperGroup
 from tokenmill.cli.batch import app as batch
 from tokenmill.cli.console import EPILOG, Exit, Prefix, Queue, Url, called, connected, end, warn_of_variables
 from tokenmill.cli.interrupt import guard
+from tokenmill.cli.packages import NAMES, prefer_ours
 from tokenmill.client.core import TextFollower, TextRestarted, new_id
 from tokenmill.client.patience import BRIEF_S, Deadline
 from tokenmill.client.sync import Client, Job
@@ -68,6 +69,7 @@ class _LazyCommand(TyperCommand):
 def _load(name: str) -> Any:
     target = LAZY[name][0]
     module, _, attribute = target.partition(":")
+    prefer_ours()
     with _extras(name):
         function: Callable[..., None] = getattr(importlib.import_module(module), attribute)
 
@@ -88,7 +90,7 @@ def _extras(name: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as missing:
-        if missing.name and missing.name.partition(".")[0] in ("worker", "engine", "kernels", "producer"):
+        if missing.name and missing.name.partition(".")[0] in NAMES:
             raise
         hint = f"in a clone of tokenmill, pip install '.[{LAZY[name][2]}]'"
         end(Exit.USAGE, f"`tokenmill {name}` needs {missing.name}: {hint}")

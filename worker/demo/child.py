@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import IO
 
 _RUN = (
-    "import sys; from worker.demo.child import die_with; die_with(int(sys.argv.pop(1))); "
+    "import sys; from tokenmill.cli.packages import prefer_ours; prefer_ours(); "
+    "from worker.demo.child import die_with; die_with(int(sys.argv.pop(1))); "
     "from worker.cli import run; run()"
 )
 _PR_SET_PDEATHSIG = 1  # prctl(2), Linux

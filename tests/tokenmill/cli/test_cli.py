@@ -15,13 +15,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import tokenmill
 from tests.support import RedisServer, eventually
 from tests.tokenmill.batch.files import request, write
 from tests.tokenmill.mini import MiniWorker, Queue
 from tokenmill.cli import main as cli
 from tokenmill.cli.main import Exit
+from tokenmill.cli.packages import NAMES
 from tokenmill.client.sync import Client
 from tokenmill.protocol.version import version
+from worker.demo.child import worker_process
 from worker.settings import Settings, option
 
 
@@ -260,6 +263,32 @@ def test_help_documents_every_exit_status_and_imports_no_torch(arguments: list[s
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
     for status in Exit:
         assert str(int(status)) in done.stdout
+
+
+@pytest.mark.parametrize("path", ["", "."])
+@pytest.mark.parametrize("name", ["worker", "demo"])
+def test_a_worker_command_imports_our_packages_where_the_folder_has_files_of_their_names(
+    tmp_path: Path, name: str, path: str
+) -> None:
+    for own in NAMES:
+        (tmp_path / f"{own}.py").write_text(f"raise ImportError('{own}.py belongs to the service')\n")
+    start = "import os, sys; sys.path.append(os.environ['OURS']); from tokenmill.__main__ import main; main()"
+    environ = {**os.environ, "OURS": str(Path(tokenmill.__file__).parents[1]), "PYTHONPATH": path}
+    command = [sys.executable, "-c", start, name]
+    shown = subprocess.run([*command, "--help"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "--model" in shown.stdout
+
+
+def test_the_demos_worker_imports_our_packages_where_the_folder_has_files_of_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for own in NAMES:
+        (tmp_path / f"{own}.py").write_text(f"raise ImportError('{own}.py belongs to the service')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((".", str(Path(tokenmill.__file__).parents[1]))))
+    with worker_process("--help") as worker:
+        assert worker.process.wait(60) == 0, worker.last_words()
 
 
 def test_a_missing_extra_is_named() -> None:
