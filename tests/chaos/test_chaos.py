@@ -21,6 +21,6 @@ def test_no_job_is_lost_doubled_or_changed_by_chaos(tmp_path: Path, seed: int) -
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [2, 3, 4])
-def test_nor_by_minutes_of_it(tmp_path: Path, seed: int) -> None:
+def test_no_job_is_lost_doubled_or_changed_by_minutes_of_chaos(tmp_path: Path, seed: int) -> None:
     with chaos(tmp_path, seed) as run:
         run.run(seconds=120)

@@ -257,7 +257,7 @@ def test_the_workers_probe_says_what_readyz_says(status: int, monkeypatch: pytes
         server.server_close()
 
 
-def test_the_workers_probe_fails_where_nobody_answers_or_no_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workers_probe_fails_without_an_answer_or_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker_probe.probe(free_port())[0] is False
     for wrong in ("", "0", "x", "70000"):
         monkeypatch.setenv("TOKENMILL_HTTP_PORT", wrong)

@@ -65,7 +65,7 @@ def test_the_steps_of_the_dockerfile_install_a_worker_with_its_kernels(images: B
     assert "CDLL" in done.stdout, "the kernels load"
 
 
-def test_a_producer_image_knows_no_torch(images: Builder) -> None:
+def test_a_producer_image_has_no_torch(images: Builder) -> None:
     ran = "\n".join(images.build("producer-build").ran)
     assert "torch" not in ran
     listed = (images.build("producer-build").root / "src" / "requirements.txt").read_text()
@@ -78,7 +78,7 @@ def test_the_services_without_a_profile_come_up_and_pass_their_health_checks(com
     assert all(container.health for containers in compose.containers.values() for container in containers)
 
 
-def test_redis_is_durable_and_open_to_nobody_without_a_password(compose: Stack) -> None:
+def test_redis_is_durable_and_refuses_clients_without_a_password(compose: Stack) -> None:
     with closing(redis.Redis(port=compose.ports["redis", "6379"])) as nobody, pytest.raises(redis.AuthenticationError):
         nobody.ping()
     with closing(redis.Redis.from_url(url(compose, "operator"))) as operator:

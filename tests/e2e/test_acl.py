@@ -135,7 +135,7 @@ def test_a_clerk_can_do_its_chores_and_run_jobs(
         assert "NOPERM" not in process.log.upper()
 
 
-def test_nobody_comes_in_without_a_role(urls: dict[str, str]) -> None:
+def test_a_client_without_a_role_is_refused(urls: dict[str, str]) -> None:
     with closing(command_client(urls["nobody"], retries=0)) as client, pytest.raises(AuthenticationError):
         client.ping()
 

@@ -141,7 +141,7 @@ def test_a_long_batch_survives_kill_9_of_everybody(tmp_path: Path, own: Queue, s
     suffer(tmp_path, own, seed, count=5000, strikes=12)
 
 
-def test_bodies_of_any_size_are_answered_by_the_worker_and_stop_nobody(tmp_path: Path, own: Queue) -> None:
+def test_bodies_of_any_size_are_answered_by_the_worker_and_stop_no_other(tmp_path: Path, own: Queue) -> None:
     large = {"large": 2_000_000, "larger": 20_000_000, "small": 10}
     requests = [request(name, "x" * size, model="fake", max_tokens=2) for name, size in large.items()]
     batch = Batch(tmp_path, own, requests, lambda: Process(own.url, own.keys.queue, tmp_path).popen)

@@ -43,7 +43,7 @@ def test_of_64_jobs_in_one_batch_only_the_one_that_kills_its_workers_is_given_up
 
 
 @pytest.mark.redis_server
-def test_one_crash_makes_nobody_run_alone(own: Queue, start: Start) -> None:
+def test_one_crash_makes_no_job_run_alone(own: Queue, start: Start) -> None:
     jobs = [own.add({"prompt": f"{i}", "max_tokens": 60}) for i in range(16)]
     first = start(own, FAKE_STEP="0.05", max_num_seqs="64")
     eventually(lambda: own.client.hget(own.keys.job(jobs[-1]), "state") == b"running", 20)
@@ -55,7 +55,7 @@ def test_one_crash_makes_nobody_run_alone(own: Queue, start: Start) -> None:
 
 
 @pytest.mark.redis_server
-def test_a_body_that_kills_whoever_reads_it_is_given_up_unread(own: Queue, start: Start) -> None:
+def test_a_body_that_kills_every_worker_that_reads_it_is_given_up_unread(own: Queue, start: Start) -> None:
     """It never starts, so it has no deaths to count: a mark tells what its readers were doing when they died."""
     options = {"FAKE_KILL_READER": "poison", "FAKE_STEP": "0.005", "block_ms": "20"}
     before = [own.add({"prompt": f"before {i}", "max_tokens": 30}) for i in range(8)]
@@ -82,7 +82,7 @@ def test_a_body_that_kills_whoever_reads_it_is_given_up_unread(own: Queue, start
 
 
 @pytest.mark.redis_server
-def test_what_a_supervisor_kills_during_a_drain_counts_for_nobody(own: Queue, start: Start) -> None:
+def test_a_kill_by_the_supervisor_during_a_drain_counts_against_no_job(own: Queue, start: Start) -> None:
     """An orchestrator that allows less time than the worker was told: SIGTERM, then SIGKILL, at every deploy."""
     jobs = [own.add({"prompt": f"{i}", "max_tokens": 100}) for i in range(8)]
     slow = {"drain_seconds": "600", "FAKE_STEP": "0.1", "max_num_seqs": "8"}

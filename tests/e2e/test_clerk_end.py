@@ -99,7 +99,7 @@ def test_a_second_signal_kills_the_job_under_way(own: Queue, office: Rq, tls: tu
     assert ends(process, number) == 0, process.log
 
 
-def test_a_scheduler_is_told_of_the_end_however_early_it_comes(own: Queue) -> None:
+def test_the_scheduler_is_stopped_however_early_the_end_comes(own: Queue) -> None:
     queue = RqQueue("early", connection=Redis.from_url(own.url), serializer=JSONSerializer)
     ours = signal.signal(signal.SIGTERM, lambda *_: None)  # as the worker's own: a fork inherits it
     try:

@@ -31,7 +31,7 @@ def with_login(url: str, login: str) -> str:
 
 
 @pytest.mark.parametrize("login", ["user:wrong", "nobody:sesame", ":sesame", ""])
-def test_wrong_credentials_are_told_before_the_model_is_loaded(own: Queue, login: str) -> None:
+def test_wrong_credentials_are_reported_before_the_model_is_loaded(own: Queue, login: str) -> None:
     own.client.execute_command("ACL", "SETUSER", "user", *RULES)
     own.client.execute_command("ACL", "SETUSER", "default", "resetpass")
     done = serve(with_login(own.url, login) if login else own.url)
@@ -42,7 +42,7 @@ def test_wrong_credentials_are_told_before_the_model_is_loaded(own: Queue, login
     assert "sesame" not in done.stderr
 
 
-def test_a_user_without_the_rights_of_a_worker_is_told_before_the_model_is_loaded(own: Queue) -> None:
+def test_a_user_without_the_rights_of_a_worker_is_reported_before_the_model_is_loaded(own: Queue) -> None:
     own.client.execute_command("ACL", "SETUSER", "reader", "on", ">sesame", "~*", "+@read", "+ping")
     done = serve(with_login(own.url, "reader:sesame"))
     assert (done.returncode, "model_loading" in done.stderr) == (Exit.REFUSED, False)

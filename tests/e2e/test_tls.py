@@ -92,7 +92,7 @@ def test_without_tls_there_is_no_talk(secured: Secured) -> None:
         client.ping()
 
 
-def test_a_client_is_told_at_once_whom_it_cannot_trust(secured: Secured) -> None:
+def test_a_client_reports_at_once_a_server_that_it_cannot_trust(secured: Secured) -> None:
     for url in (f"redis://localhost:{secured.port}/0", secured.url(secured.stranger)):
         with Client(url) as client, pytest.raises(redis.ConnectionError, match=r"(?i)certificate|speaks TLS only"):
             client.job("a").result(timeout=3600)

@@ -188,7 +188,7 @@ def test_a_wrong_password_ends_the_worker_and_is_not_logged(tmp_path: Path, star
         assert "sesame" not in worker.log
 
 
-def test_a_model_that_is_not_there_is_told_in_one_line() -> None:
+def test_a_missing_model_is_reported_in_one_line() -> None:
     command = [sys.executable, "-m", "worker.cli", "--model", "/nowhere", "--redis", "redis://127.0.0.1:1/0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == Exit.LOAD

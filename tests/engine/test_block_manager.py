@@ -133,7 +133,7 @@ def test_a_leak_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_order_of_operations_keeps_the_books(seed: int) -> None:
+def test_any_order_of_operations_keeps_the_pool_consistent(seed: int) -> None:
     chance = random.Random(seed)
     blocks = BlockManager(chance.randint(4, 24), chance.choice([1, 2, 3, 4, 8]), host_slots=chance.choice([0, 1, 9]))
     live: list[Sequence] = []

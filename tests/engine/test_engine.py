@@ -107,7 +107,7 @@ def test_unseeded_requests_differ() -> None:
 # ── limits ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_can_never_fit_is_refused_and_blocks_nobody() -> None:
+def test_a_request_that_can_never_fit_is_refused_and_blocks_no_other() -> None:
     engine, _ = make_engine(num_blocks=4, block_size=4)
     for length in (16, 17, 20):
         with pytest.raises(PromptTooLong, match=f"{length} tokens.* 16"):
@@ -342,7 +342,7 @@ def test_a_lost_device_ends_the_engine_and_fails_no_request() -> None:
 class TestCanary:
     """A fault of one request is told from a fault of the engine."""
 
-    def test_an_engine_whose_every_step_raises_is_broken_and_blames_nobody(self) -> None:
+    def test_an_engine_whose_every_step_raises_is_broken_and_blames_no_request(self) -> None:
         engine, runner = make_engine()
         runner.raises |= {"r0", "r1", "r2", CANARY_ID}
         for i in range(3):

@@ -49,6 +49,6 @@ def test_plain_types(kind: str) -> None:
     assert same(dequantize(tensor, None, torch.float32), np.array(want))
 
 
-def test_types_that_nobody_reads_are_named() -> None:
+def test_unsupported_types_are_named() -> None:
     with pytest.raises(LoadError, match="'x' is quantised as I32"):
         dequantize(stored(GGMLQuantizationType.I32, 4, 4), None, torch.float32)

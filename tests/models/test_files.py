@@ -123,7 +123,7 @@ class TestShards:
 
 @BACKENDS
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_a_pointer_of_git_lfs_is_told_as_such(model: Path, backend: str, name: str) -> None:
+def test_a_pointer_of_git_lfs_is_reported_as_such(model: Path, backend: str, name: str) -> None:
     (model / name).write_text(POINTER)
     refused(model, str(model / name), "Git LFS", backend=backend)
 
@@ -327,7 +327,9 @@ class TestGgufFiles:
             (b"GGUF" + (3).to_bytes(4, "little") + (1 << 62).to_bytes(8, "little") * 2 + bytes(100), "can't be read"),
         ],
     )
-    def test_what_is_none_is_told_as_what_it_is(self, tmp_path: Path, content: bytes, part: str) -> None:
+    def test_a_file_that_is_no_gguf_is_refused_with_what_is_wrong(
+        self, tmp_path: Path, content: bytes, part: str
+    ) -> None:
         (tmp_path / "x.gguf").write_bytes(content)
         refused(tmp_path / "x.gguf", "x.gguf", part)
 

@@ -91,7 +91,7 @@ def test_the_result_is_delivered_once_and_never_again(queue: Queue, receiver: Re
     assert not queue.redis.xinfo_consumers(queue.keys.callbacks, CLERKS)
 
 
-def test_what_fails_is_tried_again_by_whoever_comes_later(queue: Queue, receiver: Receiver, deliver: Deliver) -> None:
+def test_a_failed_callback_is_retried_by_a_later_clerk(queue: Queue, receiver: Receiver, deliver: Deliver) -> None:
     ended(queue, "a", receiver.url())
     receiver.answers = [500, 404, 200]
     for tries in (1, 2, 3):
@@ -229,7 +229,7 @@ def test_two_clerks_share_the_work_and_double_none(queue: Queue, receiver: Recei
     assert at_rest(queue)
 
 
-def test_a_silent_host_is_left_alone_and_holds_up_nobody(queue: Queue, deliver: Deliver) -> None:
+def test_a_silent_host_is_left_alone_and_delays_no_other(queue: Queue, deliver: Deliver) -> None:
     calls: list[str] = []
 
     def send(_: WebhookSettings, url: str, job_id: str, __: bytes) -> None:

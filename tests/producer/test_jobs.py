@@ -137,7 +137,7 @@ def test_a_finished_request_is_found_by_a_job_that_never_heard_of_it(
     assert not submitted(queue, f"{job.id}.g2")
 
 
-def test_stopping_a_job_cancels_its_request_and_a_requeue_asks_anew(
+def test_stopping_a_job_cancels_its_request_and_a_requeue_submits_it_again(
     queue: Queue, rqueue: Rq, worker: MiniWorker
 ) -> None:
     job = rqueue.enqueue("generate", prompt="some HOLD text")

@@ -325,7 +325,7 @@ def test_tries_go_on_for_three_days_by_default() -> None:
     assert [own.pause_s(tries) for tries in (1, 2, 3, 1000)] == [2, 6, 18, 24 * 3600]
 
 
-def test_nobody_at_the_door_is_silence(receiver: Receiver) -> None:
+def test_a_refused_connection_counts_as_silence(receiver: Receiver) -> None:
     receiver.close()
     with pytest.raises(Undelivered) as failed:
         post(OPEN, receiver.url(), "j", b"{}")

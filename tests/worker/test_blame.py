@@ -223,7 +223,7 @@ def test_a_job_hash_of_another_type_hurts_no_sweep(queue: Queue) -> None:
     assert len(room.quarantine.sift(room.delivered())) == 1
 
 
-def test_handing_back_what_one_never_started_hides_nobodys_death(queue: Queue) -> None:
+def test_handing_back_an_entry_that_was_never_started_hides_no_death(queue: Queue) -> None:
     job = queue.add(BODY)
     die(queue, "a", 1)
     room = Room(queue)
@@ -266,7 +266,7 @@ class TestSpent:
             assert self.start(queue, worker, strict=True) is StartStatus.OK
         assert self.start(queue, "d", alone=True, strict=True) is StartStatus.SPENT
 
-    def test_polite_hand_backs_never_count(self, queue: Queue) -> None:
+    def test_hand_backs_of_a_drain_never_count_as_deaths(self, queue: Queue) -> None:
         queue.add(BODY)
         for turn in range(10):
             worker = f"w{turn}"
@@ -316,7 +316,7 @@ def test_a_broken_device_is_held_against_what_ran_on_it(queue: Queue, times: int
     assert [fields[b"id"].decode() for _, fields in queue.client.xrange(queue.keys.dead)] == [poison]
 
 
-def test_what_is_handed_back_politely_starts_elsewhere_without_a_mark(queue: Queue) -> None:
+def test_an_entry_handed_back_in_a_drain_starts_elsewhere_without_a_mark(queue: Queue) -> None:
     job = queue.add({"prompt": "long", "max_tokens": 200})
     for _ in range(4):
         with inside(queue, FakeEngine(step_seconds=0.01), lease_seconds=str(LEASE), drain_seconds="0"):

@@ -55,7 +55,7 @@ def test_a_broken_worker_is_not_ready(queue: Queue) -> None:
     assert worker.join() is Exit.BROKEN
 
 
-def test_a_tokenizer_that_fails_for_everybody_breaks_the_worker_and_answers_nobody(queue: Queue) -> None:
+def test_a_tokenizer_that_fails_for_every_job_breaks_the_worker_and_ends_no_job(queue: Queue) -> None:
     worker = Inside(queue, lease_seconds="1").start()
 
     def panic(text: str) -> list[int]:

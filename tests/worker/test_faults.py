@@ -168,7 +168,7 @@ def test_nothing_is_swept_before_a_lease_of_unbroken_contact(queue: Queue) -> No
         (redis.ResponseError("WRONGTYPE Operation against a key"), False),
     ],
 )
-def test_what_passes_is_told_from_what_does_not(error: redis.RedisError, passes: bool) -> None:
+def test_passing_errors_are_told_apart_from_lasting_ones(error: redis.RedisError, passes: bool) -> None:
     assert passing(error) is passes
     assert not no_group(error)
 
@@ -194,7 +194,7 @@ def test_the_embedded_redis_dies_with_its_block() -> None:
         client.ping()
 
 
-def test_an_outage_is_told_once_and_its_end_too() -> None:
+def test_an_outage_is_logged_once_and_its_end_too() -> None:
     contact = Contact()
     with structlog.testing.capture_logs() as logs:
         contact.ok()
@@ -206,7 +206,7 @@ def test_an_outage_is_told_once_and_its_end_too() -> None:
     assert told == ["redis_unreachable", "redis_back"]
 
 
-def test_an_outage_that_comes_and_goes_is_told_twice_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_that_comes_and_goes_is_logged_twice_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     contact = Contact()
     with structlog.testing.capture_logs() as logs:
         for _ in range(20):

@@ -117,7 +117,7 @@ def test_probes_answer_whatever_happens() -> None:
             assert get(port, "/metrics")[0] == 200
 
 
-def test_a_taken_port_is_told_as_a_wrong_option() -> None:
+def test_a_taken_port_is_reported_as_a_wrong_option() -> None:
     with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen()
@@ -147,7 +147,7 @@ def test_a_host_of_zeros_is_every_address(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such host", "nowhere.invalid", "::2"])
-def test_a_host_of_another_machine_is_told_as_a_wrong_option(host: str) -> None:
+def test_a_host_of_another_machine_is_reported_as_a_wrong_option(host: str) -> None:
     with pytest.raises(Fatal, match=r"^--http-host, --http-port: cannot listen on [^\n]+:0: [^\n\[]+$") as error:
         Health(0, lambda: None, lambda: b"", host)
     assert error.value.status is Exit.USAGE

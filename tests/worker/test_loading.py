@@ -51,7 +51,7 @@ def test_the_other_backend_when_it_is_asked_for_is_no_warning(tmp_path: Path) ->
     assert not events(logs, "fused_decoder_not_used")
 
 
-def test_memory_is_told_in_parts_and_bounded_by_what_sequences_can_fill(tmp_path: Path) -> None:
+def test_memory_is_reported_in_parts_and_bounded_by_what_sequences_can_fill(tmp_path: Path) -> None:
     found, _ = loaded(build(tmp_path))
     facts: dict[str, Any] = dict(found.facts)
     assert facts["kv_cache_mib"] <= 1  # 4 sequences of 256 tokens with the keys and values of 3 tiny layers
@@ -70,7 +70,7 @@ def test_memory_that_is_asked_for_and_not_there_is_a_warning(tmp_path: Path, mon
     assert not events(logs, "memory_is_short"), "a file is no memory"
 
 
-def test_facts_of_the_model_are_shown_to_whoever_asks_for_the_workers(queue: Queue) -> None:
+def test_the_workers_key_shows_facts_of_the_model(queue: Queue) -> None:
     worker = Inside(queue)
     load_plain = worker.worker._loader
     facts = {"backend": "transformers", "backend_reason": "model type 'olmo3'", "memory_full_mib": 5}

@@ -103,7 +103,7 @@ def test_a_deferred_request_is_added_again_and_can_be_cancelled_meanwhile(runnin
     assert running.finished().outcome is Outcome.CANCELLED
 
 
-def test_an_engine_whose_outputs_nobody_takes_goes_on_in_bounded_memory() -> None:
+def test_an_engine_whose_outputs_are_not_taken_goes_on_in_bounded_memory() -> None:
     running = Running(capacity=10 * BACKLOG)
     running.loop.post(Add(request("a", 4 * BACKLOG)))
     eventually(lambda: running.engine.steps and not running.engine.has_work)

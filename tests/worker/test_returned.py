@@ -77,7 +77,7 @@ def test_a_returned_entry_of_a_lower_lane_goes_after_new_ones_of_a_higher(queue:
     assert found == high + low
 
 
-def test_before_it_is_due_nobody_gets_it(queue: Queue) -> None:
+def test_a_returned_entry_is_not_delivered_before_it_is_due(queue: Queue) -> None:
     ours, theirs = scripts(queue, "a", 1000), scripts(queue, "b", 1000)
     queue.add(BODY)
     (ref,) = refs(ours.read(1))
@@ -176,7 +176,7 @@ class TestRunningCap:
         assert self.start(ours, second, "u") is StartStatus.OK
         assert self.start(ours, third, None) is StartStatus.OK
 
-    def test_what_is_handed_back_or_begun_anew_takes_one_place(self, queue: Queue) -> None:
+    def test_an_entry_that_is_handed_back_or_restarted_takes_one_place(self, queue: Queue) -> None:
         ours, (first, second) = self.make(queue, 2, cap=1)
         assert self.start(ours, first) is StartStatus.OK
         assert self.start(ours, first) is StartStatus.OK  # as after a death

@@ -19,7 +19,7 @@ from tests.chaos.jobs import Task, make_task
 from tests.engine.stub import expect_idle
 from tests.models.tiny import build
 from tests.support import RedisServer, eventually
-from tests.worker import books
+from tests.worker import container_sizes
 from tests.worker.harness import Inside, Queue
 from tokenmill.protocol.connection import command_client
 from tokenmill.protocol.keys import Keys
@@ -66,7 +66,7 @@ class Soak:
         self.worker.model = loaded  # type: ignore[assignment]
         self.worker.start()
         self.sent = 0
-        self.books: list[Counter[str]] = []
+        self.sizes: list[Counter[str]] = []
         """At each rest: how much each container of worker and engine holds."""
         self.memory: list[tuple[int, int]] = []
         """At each rest: bytes of this process, bytes of Redis."""
@@ -106,7 +106,7 @@ class Soak:
         kept = {key.rpartition(b":")[2] for key in eventually(self._few_keys, 30)}
         gc.collect()
         self._check_gauges()
-        self.books.append(books.sizes(self.worker.worker))
+        self.sizes.append(container_sizes.of(self.worker.worker))
         self.memory.append((resident(), int(self.queue.client.info("memory")["used_memory"])))
         assert len(kept) <= 12, kept
 
@@ -147,7 +147,7 @@ def soak(server: RedisServer, model: Path, jobs: int, rounds: int, slack: int, s
     ours, redis = zip(*run.memory[1:], strict=True)
     assert max(ours) - ours[0] < slack, run.memory
     assert max(redis) - redis[0] < 1 << 20, run.memory
-    early, last = run.books[: (rounds + 1) // 2], run.books[-1]
+    early, last = run.sizes[: (rounds + 1) // 2], run.sizes[-1]
     grown = {
         path: (known, last[path]) for path in last if last[path] > (known := max(b[path] for b in early)) * 1.1 + 100
     }
@@ -160,14 +160,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.redis_server
-def test_memory_and_books_are_flat_over_hundreds_of_jobs(own_redis: RedisServer, model: Path, quiet: None) -> None:
+def test_memory_and_container_sizes_are_flat_over_hundreds_of_jobs(
+    own_redis: RedisServer, model: Path, quiet: None
+) -> None:
     soak(own_redis, model, jobs=600, rounds=3, slack=16 << 20)
 
 
 @pytest.mark.redis_server
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_memory_and_books_are_flat_over_twenty_thousand(own_redis: RedisServer, model: Path, quiet: None) -> None:
+def test_memory_and_container_sizes_are_flat_over_twenty_thousand_jobs(
+    own_redis: RedisServer, model: Path, quiet: None
+) -> None:
     soak(own_redis, model, jobs=20_000, rounds=10, slack=24 << 20, seconds=1200)
 
 

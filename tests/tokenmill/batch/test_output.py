@@ -138,7 +138,7 @@ def test_outputs_belong_to_one_input(tmp_path: Path) -> None:
     assert (tmp_path / "foreign").read_bytes() == answer("a")
 
 
-def test_who_removes_the_outputs_begins_anew(tmp_path: Path) -> None:
+def test_a_batch_whose_output_file_was_removed_starts_from_scratch(tmp_path: Path) -> None:
     with begun(tmp_path / "out") as outputs:
         outputs.append([answer("a")], [])
         salt = outputs.state.salt
@@ -157,7 +157,7 @@ def test_a_folder_can_be_moved(tmp_path: Path) -> None:
         assert outputs.state.errors == "err"
 
 
-def test_lines_of_another_file_are_told(tmp_path: Path) -> None:
+def test_an_output_with_lines_of_another_input_is_reported(tmp_path: Path) -> None:
     with begun(tmp_path / "out") as outputs, index_of(tmp_path, "a") as index:
         outputs.append([answer("a"), answer("a")], [])
         with pytest.raises(BatchError, match="'a' is twice there or not in the input"):
@@ -193,7 +193,7 @@ def test_without_an_error_file_all_lines_go_to_the_output(tmp_path: Path) -> Non
         output.unlink()
 
 
-def test_a_broken_note_is_told_and_a_half_written_one_never_seen(tmp_path: Path) -> None:
+def test_a_broken_state_file_is_reported_and_a_half_written_one_never_seen(tmp_path: Path) -> None:
     (tmp_path / "out.state").write_text("{")
     with pytest.raises(BatchError, match=r"out\.state: not readable"):
         Outputs(tmp_path / "out", None, DIGEST)
@@ -205,7 +205,7 @@ def test_a_broken_note_is_told_and_a_half_written_one_never_seen(tmp_path: Path)
         assert sorted(os.listdir(tmp_path)) == ["out", "out.state"]
 
 
-def test_a_full_disk_is_told_and_the_next_run_finds_whole_lines(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_the_next_run_finds_whole_lines(tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with begun(tmp_path / "out") as outputs:
@@ -277,7 +277,7 @@ def test_every_line_begins_as_what_may_be_cut_off_does() -> None:
         assert line.startswith(LINE_START)
 
 
-def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(BatchError, match="No such file"):
         check_paths(tmp_path / "in", tmp_path / "none" / "out", None)
 

@@ -73,7 +73,7 @@ def test_what_we_cannot_do_is_refused_by_name(url: str, body: dict[str, Any], pa
 
 
 @pytest.mark.parametrize("key", ["reasoning_effort", "verbosity", "audio", "functions", "web_search_options", "typo"])
-def test_what_nobody_knows_is_left_to_the_worker_to_refuse(key: str) -> None:
+def test_unknown_parameters_are_left_to_the_worker_to_refuse(key: str) -> None:
     with pytest.raises(Exception, match=f"unknown key '{key}'"):
         parse_body(orjson.dumps(translate(CHAT, {"messages": MESSAGES, key: "x"})))
 

@@ -79,7 +79,7 @@ def test_every_request_gets_one_line_and_what_fails_goes_to_the_error_file(
     assert max(one.in_flight for one in told) <= 8
 
 
-def test_a_second_run_changes_nothing_and_asks_nobody(tmp_path: Path, client: Client, worker: MiniWorker) -> None:
+def test_a_second_run_changes_nothing_and_submits_nothing(tmp_path: Path, client: Client, worker: MiniWorker) -> None:
     files = Files(tmp_path, requests(5))
     first = files.run(client)
     before = files.output.read_bytes()
@@ -214,7 +214,9 @@ def test_what_is_written_is_forgotten_in_redis(
     assert queue.redis.xlen(stream) == 0
 
 
-def test_a_cancelled_run_begins_anew_what_was_in_flight(tmp_path: Path, client: Client, queue: Queue) -> None:
+def test_a_run_after_a_cancelled_one_submits_again_what_was_in_flight(
+    tmp_path: Path, client: Client, queue: Queue
+) -> None:
     files = Files(tmp_path, [request("hold", "HOLD x"), *requests(5)])
     worker = MiniWorker(queue)
     worker.start()

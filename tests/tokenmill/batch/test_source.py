@@ -45,7 +45,7 @@ def test_lines_end_with_lf_and_nothing_else(
     assert lines(path) == expected
 
 
-def test_a_line_over_the_limit_is_told_and_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_over_the_limit_is_reported_and_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_LINE_BYTES", 10)
     monkeypatch.setattr(module, "_BLOCK", 4)
     path = tmp_path / "in.jsonl"
@@ -72,7 +72,7 @@ def test_plain_and_gzip_are_the_same_input(tmp_path: Path) -> None:
     assert len(digests) == 1
 
 
-def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_an_unreadable_input_is_reported(tmp_path: Path) -> None:
     with pytest.raises(BatchError, match="No such file"):
         Source(tmp_path / "none", tmp_path)
     with pytest.raises(BatchError, match="directory"):

@@ -33,7 +33,9 @@ def arguments(folder: Path, verb: str = "run", *more: str) -> list[str]:
 IDS = [f"r{number}" for number in range(20)]
 
 
-def test_a_file_is_run_and_told_in_plain_lines(folder: Path, queue: Queue, worker: MiniWorker) -> None:
+def test_a_batch_file_is_run_and_its_progress_printed_in_plain_lines(
+    folder: Path, queue: Queue, worker: MiniWorker
+) -> None:
     done = run(queue, *arguments(folder))
     assert (done.returncode, done.stdout) == (Exit.SUCCEEDED, "")
     assert done.stderr.splitlines()[0].startswith("0/20 done, 0 failed, 0 in flight")

@@ -136,7 +136,7 @@ def test_info_shows_lanes_and_workers(queue: Queue) -> None:
     assert "no worker serves" not in told
 
 
-def test_info_says_when_nobody_serves_the_queue(queue: Queue) -> None:
+def test_info_says_when_no_worker_serves_the_queue(queue: Queue) -> None:
     assert "no worker serves this queue" in run(queue, "info").stdout
 
 
@@ -148,7 +148,7 @@ def test_info_says_when_nobody_serves_the_queue(queue: Queue) -> None:
         (["result", "unknown"], "job unknown: queue {queue} has no such job"),
     ],
 )
-def test_who_waits_for_long_is_told_what_for(
+def test_a_command_that_waits_for_long_says_why(
     queue: Queue, monkeypatch: pytest.MonkeyPatch, arguments: list[str], told: str
 ) -> None:
     monkeypatch.setattr(cli, "PATIENCE_S", 0.05)
@@ -159,7 +159,7 @@ def test_who_waits_for_long_is_told_what_for(
 
 
 @pytest.mark.parametrize("command", ["tail", "result"])
-def test_a_delayed_job_is_told_at_once_and_waited_for(queue: Queue, worker: MiniWorker, command: str) -> None:
+def test_a_command_says_at_once_that_a_job_is_delayed_and_waits(queue: Queue, worker: MiniWorker, command: str) -> None:
     with Client(queue.url, queue.keys.queue) as client:
         client.submit("one two", id="later", delay=4)
     done = run(queue, command, "later")
@@ -167,7 +167,9 @@ def test_a_delayed_job_is_told_at_once_and_waited_for(queue: Queue, worker: Mini
     assert re.fullmatch(r"job later: delayed, due in \d+ s; waiting\n", done.stderr)
 
 
-def test_a_delayed_job_that_nobody_moves_says_who_would(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_says_what_moves_a_delayed_job_that_stays_overdue(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cli, "PATIENCE_S", 0.05)
     with Client(queue.url, queue.keys.queue) as client:
         client.submit("x", id="later", delay=0.01)
@@ -207,12 +209,12 @@ def test_a_redis_that_wants_a_login_says_so(own_redis: RedisServer, tmp_path: Pa
         assert "it wants a login" in done.stderr
 
 
-def test_a_redis_that_is_away_is_told_with_what_to_do(queue: Queue) -> None:
+def test_an_unreachable_redis_is_reported_with_what_to_do(queue: Queue) -> None:
     assert "start one there, or name another" in run(queue, "info", "--redis", "redis://127.0.0.1:1/0").stderr
 
 
 @pytest.mark.redis_server
-def test_a_redis_that_speaks_no_tls_is_told_with_what_to_do(own_redis: RedisServer) -> None:
+def test_a_redis_without_tls_is_reported_with_what_to_do(own_redis: RedisServer) -> None:
     done = CliRunner().invoke(cli.app, ["info", "--redis", f"rediss://127.0.0.1:{own_redis.port}/0"])
     assert done.exit_code == Exit.UNAVAILABLE
     assert "use redis://, not rediss://" in done.stderr

@@ -329,7 +329,7 @@ def test_many_jobs_are_submitted_and_collected_in_a_few_round_trips(
     assert not list(queue.redis.scan_iter(match=queue.keys.out("*")))
 
 
-def test_of_many_jobs_those_without_room_are_told(queue: Queue, client: Client) -> None:
+def test_submit_many_reports_the_jobs_that_the_queue_has_no_room_for(queue: Queue, client: Client) -> None:
     queue.redis.hset(queue.keys.meta, "max_depth", 2)
     told = client.submit_all([JobEntry(f"j{n}", b"{}") for n in range(3)])
     assert told[:2] == [None, None]

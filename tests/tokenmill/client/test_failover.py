@@ -392,7 +392,7 @@ ASKED: dict[str, Call] = {
 
 
 @pytest.mark.redis_server
-def test_what_waiting_does_not_mend_is_told_at_once(own_redis: RedisServer, server: redis.Redis) -> None:
+def test_an_error_that_waiting_cannot_mend_is_raised_at_once(own_redis: RedisServer, server: redis.Redis) -> None:
     server.execute_command("ACL", "SETUSER", "nobody", "on", ">secret", "~*", "+@connection")
     place = f"127.0.0.1:{own_redis.port}/0"
     wrong = {
@@ -420,13 +420,13 @@ def test_what_waiting_does_not_mend_is_told_at_once(own_redis: RedisServer, serv
 
 
 @pytest.mark.redis_server
-def test_a_key_of_another_type_is_told_at_once(queue: Queue, client: Client) -> None:
+def test_a_key_of_another_type_is_reported_at_once(queue: Queue, client: Client) -> None:
     queue.redis.lpush(queue.keys.out("wrong"), "x")
     with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
         list(client.job("wrong").stream())
 
 
-def test_a_host_that_nobody_knows_is_told_at_once_unless_it_was_known_before() -> None:
+def test_an_unknown_host_is_reported_at_once_unless_it_was_reached_before() -> None:
     unknown = redis.ConnectionError("Error -2 connecting to nohost:6379. Name or service not known.")
     unknown.__context__ = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
     passing = redis.ConnectionError("Error -3 connecting to nohost:6379. Temporary failure in name resolution.")
@@ -535,11 +535,11 @@ def test_a_note_for_rqs_dashboards_ends_no_job(monkeypatch: pytest.MonkeyPatch) 
         (redis.exceptions.InvalidResponse("Protocol error"), False),
     ],
 )
-def test_what_passes_by_itself_is_told_from_what_does_not(error: RedisError, passes: bool) -> None:
+def test_passing_errors_of_redis_are_told_apart_from_lasting_ones(error: RedisError, passes: bool) -> None:
     assert transient(error) is passes
 
 
-def test_a_port_where_nobody_listens_is_no_matter_of_tls() -> None:
+def test_a_closed_port_is_not_reported_as_a_problem_of_tls() -> None:
     with command_client(f"rediss://127.0.0.1:{free_port()}/0", retries=0) as client:
         with pytest.raises(redis.ConnectionError, match="refused") as refused:
             client.ping()

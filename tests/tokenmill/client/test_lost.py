@@ -32,7 +32,7 @@ def forget_all(queue: Queue) -> None:
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_a_submitted_job_that_redis_lost_is_told(queue: Queue, client: Client, wait: str) -> None:
+def test_a_submitted_job_that_redis_lost_is_reported(queue: Queue, client: Client, wait: str) -> None:
     job = client.submit("x", id="mine")
     forget_all(queue)
     with pytest.raises(JobLost, match=f"job mine is gone from queue {queue.keys.queue}") as caught:
@@ -51,7 +51,9 @@ def test_a_job_that_was_seen_once_is_known_from_then_on(queue: Queue, client: Cl
         WAITS[wait](job)
 
 
-def test_a_job_that_is_lost_while_its_text_comes_is_told(queue: Queue, client: Client, worker: MiniWorker) -> None:
+def test_a_job_that_is_lost_while_its_text_streams_is_reported(
+    queue: Queue, client: Client, worker: MiniWorker
+) -> None:
     queue.add("bare", b'{"prompt":"one HOLD"}')
     text = client.job("bare").text(timeout=20)
     assert next(text) == "one "

@@ -28,14 +28,14 @@ ROOT = Path(__file__).parents[3]
         ("TOKENMILL_SOMETHING_ELSE_ENTIRELY", None),
     ],
 )
-def test_a_misspelt_variable_is_told_with_the_right_one(name: str, nearest: str | None) -> None:
+def test_a_misspelt_variable_is_reported_with_the_right_name(name: str, nearest: str | None) -> None:
     (found,) = misspelt({name: "secret"}, KNOWN)
     assert (found.name, found.nearest) == (name, nearest)
     assert name in str(found)
     assert "secret" not in str(found)
 
 
-def test_other_variables_are_nobodys_business() -> None:
+def test_variables_of_other_programs_are_ignored() -> None:
     environ = dict.fromkeys((*KNOWN, "PATH", "TOKENIZERS_PARALLELISM", "TOKEN", "TOKENMILL_TEST_NO_SKIP"), "x")
     # Kubernetes sets these for a service called tokenmill.
     environ |= {

@@ -133,6 +133,6 @@ def test_equal_text_after_a_restart_is_handed_out_once_however_it_is_cut(text: s
     assert follow(*((1, char) for char in text[:died]), *second) == text
 
 
-def test_other_text_after_a_restart_is_told() -> None:
+def test_different_text_after_a_restart_is_reported() -> None:
     with pytest.raises(TextRestarted):
         follow((1, "ab"), (2, "a"), (2, "x"))

@@ -58,7 +58,7 @@ def pending(queue: Queue, lane: str = "normal") -> int:
 
 
 class TestEnqueue:
-    def test_an_accepted_job_is_in_its_lane_and_in_the_books(self, queue: Queue) -> None:
+    def test_an_accepted_job_is_in_its_lane_and_has_its_job_hash(self, queue: Queue) -> None:
         scripts = queue.scripts()
         entry = scripts.enqueue(JobEntry("a", BODY, ttl_ms=5, group="g", tenant="t", stream=False), "high")
         fields = dict(queue.redis.xrange(queue.keys.lane("high"))[0][1])
@@ -137,7 +137,7 @@ class TestRead:
 
 
 class TestStart:
-    def test_the_first_start_opens_the_stream_and_the_books(self, queue: Queue) -> None:
+    def test_the_first_start_opens_the_stream_and_the_job_hash(self, queue: Queue) -> None:
         scripts = queue.scripts()
         ref = queue.deliver(scripts)
         started = start(scripts, ref, Identity("a", group="g", tenant="t"))
@@ -204,7 +204,7 @@ class TestStart:
         started = scripts.start_all([(ref, Identity(ref.id), {"prompt_tokens": 1}) for ref in refs])
         assert [s.status for s in started] == [StartStatus.OK, StartStatus.CANCELLED, StartStatus.LOST]
 
-    def test_a_takeover_of_a_running_job_is_a_death_and_a_polite_yield_is_none(self, queue: Queue) -> None:
+    def test_a_takeover_of_a_running_job_counts_as_a_death_and_a_yield_does_not(self, queue: Queue) -> None:
         one, two = queue.scripts("w1"), queue.scripts("w2")
         ref = queue.deliver(one)
         start(one, ref)
@@ -256,7 +256,7 @@ class TestStart:
         assert [type(e) for e in queue.events()] == [StartEvent, FinalEvent]
         assert not queue.redis.exists(queue.keys.cancel("a"))
 
-    def test_a_spent_budget_is_told_by_redis_clock(self, queue: Queue) -> None:
+    def test_expiry_is_decided_by_redis_clock(self, queue: Queue) -> None:
         scripts = queue.scripts()
         now = queue.redis.time()[0] * 1000
         queue.redis.xadd(queue.keys.lane("normal"), {"id": "a", "body": BODY}, id=f"{now - 10_000}-0")
@@ -318,7 +318,7 @@ class TestPublish:
             b"type": b"token", b"index": b"0", b"text": b"x", b"tokens": b"1",
         }  # fmt: skip
 
-    def test_a_repeat_of_what_is_there_is_told_as_one(self, queue: Queue) -> None:
+    def test_an_event_that_was_published_already_is_reported_as_a_repeat(self, queue: Queue) -> None:
         scripts = queue.scripts()
         start(scripts, queue.deliver(scripts))
         made = batch(queue, ("a", 1, 1, "x"), ("a", 1, 2, "y"))
@@ -547,7 +547,9 @@ class TestSpoiltKeys:
 
     @pytest.mark.parametrize("kind", ["words", "types"])
     @pytest.mark.parametrize("bare", [True, False])
-    def test_an_ending_is_whole_whatever_the_books_hold(self, queue: Queue, kind: str, bare: bool) -> None:
+    def test_an_ending_is_complete_whatever_the_job_hash_and_counters_hold(
+        self, queue: Queue, kind: str, bare: bool
+    ) -> None:
         self.spoil(queue, kind)
         scripts = queue.scripts()
         who = Identity("a", group="g", tenant="t")
@@ -749,7 +751,7 @@ class TestDelayed:
         queue.redis.hset(queue.keys.delayed_job(job_id), mapping=stored)  # type: ignore[arg-type]
         queue.redis.zadd(queue.keys.delayed, {job_id: due})
 
-    def test_a_due_job_joins_its_lane_and_the_books(self, queue: Queue) -> None:
+    def test_a_due_job_joins_its_lane_and_gets_its_job_hash(self, queue: Queue) -> None:
         scripts = queue.scripts()
         self.later(queue, lane="high", group="g", tenant="t", ttl_ms="5000")
         self.later(queue, "b", due=queue.redis.time()[0] * 1000 + 60_000)
@@ -782,7 +784,7 @@ class TestDelayed:
         with pytest.raises(JobExists, match="delayed"):
             queue.scripts().enqueue(JobEntry("a", BODY))
 
-    def test_what_cannot_be_moved_is_a_dead_letter_and_blocks_nobody(self, queue: Queue) -> None:
+    def test_a_delayed_job_that_cannot_be_moved_becomes_a_dead_letter_and_blocks_no_other(self, queue: Queue) -> None:
         scripts = queue.scripts()
         queue.redis.zadd(queue.keys.delayed, {"empty": 1, "no:id": 2, b"\xff": 3, "text": 4})
         queue.redis.set(queue.keys.delayed_job("text"), "no hash")

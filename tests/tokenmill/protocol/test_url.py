@@ -46,7 +46,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("url", WRONG)
-def test_a_wrong_url_is_told_and_no_part_of_its_password(url: str) -> None:
+def test_a_wrong_url_is_reported_without_its_password(url: str) -> None:
     with pytest.raises(ValueError, match=r"^the URL") as caught:
         check_url(url)
     told = str(caught.value)

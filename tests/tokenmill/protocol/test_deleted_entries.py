@@ -1,4 +1,4 @@
-"""What is counted is there: counters heal where somebody deletes entries or lanes, and readers hear of it."""
+"""Counters heal where entries or lanes were deleted by hand, and readers of the deleted jobs get a result."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TestQuota:
         assert queue.hash(queue.keys.group("g")) == {"total": "1", "succeeded": "1"}
 
     @pytest.mark.parametrize("whole_lane", [False, True])
-    def test_at_its_cap_a_tenant_is_not_kept_out_by_what_is_gone(self, queue: Queue, whole_lane: bool) -> None:
+    def test_deleted_jobs_do_not_count_against_a_tenants_cap(self, queue: Queue, whole_lane: bool) -> None:
         scripts = queue.scripts()
         queue.redis.hset(queue.keys.meta, "max_per_tenant", 3)
         entries = [scripts.enqueue(JobEntry(f"{n}", BODY, tenant="t")) for n in range(3)]
@@ -78,7 +78,7 @@ class TestQuota:
         scripts.enqueue(JobEntry("new", BODY, tenant="t"))
         assert queue.redis.get(queue.keys.quota("t")) == (b"1" if whole_lane else b"3")
 
-    def test_any_number_of_jobs_that_are_gone_is_found_in_time(self, queue: Queue) -> None:
+    def test_any_number_of_deleted_jobs_is_found_in_time(self, queue: Queue) -> None:
         scripts = queue.scripts()
         entries = [scripts.enqueue(JobEntry(f"{n}", BODY, tenant="t")) for n in range(40)]
         queue.redis.hset(queue.keys.meta, "max_per_tenant", 40)
@@ -88,7 +88,7 @@ class TestQuota:
                 scripts.enqueue(JobEntry("new", BODY, tenant="t"))
         scripts.enqueue(JobEntry("new", BODY, tenant="t"))
 
-    def test_a_quota_that_somebody_overwrote_is_written_anew(self, queue: Queue) -> None:
+    def test_an_overwritten_quota_counter_is_rebuilt(self, queue: Queue) -> None:
         scripts = queue.scripts()
         scripts.enqueue(JobEntry("a", BODY, tenant="t"))
         queue.redis.set(queue.keys.quota("t"), 17)
@@ -130,7 +130,7 @@ class TestReconcile:
         assert queue.redis.exists(*(queue.keys.result(job_id) for job_id in ["ran", *waiting])) == 51
         assert not queue.redis.exists(queue.keys.open, queue.keys.running("t"))
 
-    def test_not_as_long_as_an_unread_entry_may_be_the_same_job_moved(self, queue: Queue) -> None:
+    def test_a_job_is_not_cancelled_while_an_unread_entry_may_be_its_moved_copy(self, queue: Queue) -> None:
         """Somebody adds it to another lane with a bare XADD, then deletes the first entry."""
         scripts, keys = queue.scripts(), queue.keys
         first = scripts.enqueue(JobEntry("a", BODY))
@@ -154,7 +154,7 @@ class TestReconcile:
         assert look(queue, scripts) == 0
         assert queue.redis.zrange(queue.keys.open, 0, -1) == [b"again"]
 
-    def test_each_job_is_looked_at_in_turn_and_not_all_the_time(self, queue: Queue) -> None:
+    def test_jobs_are_checked_in_turn_at_intervals(self, queue: Queue) -> None:
         scripts = queue.scripts()
         for n in range(10):
             scripts.enqueue(JobEntry(f"{n}", BODY))
@@ -165,7 +165,7 @@ class TestReconcile:
             scripts.reconcile(4, look_ms=-1)
         assert queue.redis.zcount(queue.keys.open, "-inf", "+inf") == 9
 
-    def test_what_is_no_jobs_id_leaves_the_index(self, queue: Queue) -> None:
+    def test_a_member_that_is_no_job_id_is_removed_from_the_index(self, queue: Queue) -> None:
         scripts = queue.scripts()
         queue.redis.zadd(queue.keys.open, {b"\xff": 1, "unknown": 2, "old": -1})
         assert look(queue, scripts) == 0

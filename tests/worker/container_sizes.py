@@ -1,4 +1,4 @@
-"""How many things every container of a living object holds, whatever its name."""
+"""Lengths of all containers within an object, so that a test sees any of them grow."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any
 
-_ROOMS = ("worker.", "engine.", "kernels.", "producer.", "queue.", "tests.worker.")
+_PACKAGES = ("tokenmill.", "producer.", "worker.", "engine.", "kernels.", "queue.", "tests.worker.")
 _CONTAINERS = (dict, list, set, deque, tuple)
 
 
-def sizes(root: object) -> Counter[str]:
+def of(root: object) -> Counter[str]:
     """Lengths of all dicts, lists, sets, deques and tuples that can be reached from `root` through objects of ours, by
     the path of attributes to them; those of equal paths (`held._jobs[].chunks`) are added up."""
     found: Counter[str] = Counter()
@@ -28,7 +28,7 @@ def sizes(root: object) -> Counter[str]:
             todo += ((f"{path}[]", value) for value in list(values))
         elif isinstance(one, queue.SimpleQueue):
             found[path] += one.qsize()
-        elif type(one).__module__.startswith(_ROOMS) or isinstance(one, queue.Queue):
+        elif type(one).__module__.startswith(_PACKAGES) or isinstance(one, queue.Queue):
             todo += ((f"{path}.{name}", value) for name, value in _attributes(one))
     return found
 

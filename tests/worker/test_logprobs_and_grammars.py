@@ -1,4 +1,4 @@
-"""Log-probabilities and structured output on their way through the worker: strict JSON, nothing lost, nobody waits."""
+"""Log-probabilities and grammars in the worker: strict JSON, nothing lost, no job delayed by the grammar of another."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_logprobs_are_strict_json_one_entry_an_id_in_events_and_result(queue: Qu
         assert [i for f in mine for i in strict(f["token_ids"])] == tokens
 
 
-def test_nobody_pays_for_logprobs_that_were_not_asked_for(queue: Queue) -> None:
+def test_a_job_without_logprobs_has_no_fields_of_them(queue: Queue) -> None:
     with inside(queue):
         job = queue.add({"prompt": "abc", "max_tokens": 2})
         result = queue.check_ending(job)
