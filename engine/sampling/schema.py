@@ -7,6 +7,7 @@ at every level, and what llguidance would enforce only in part is rewritten so t
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,12 @@ ANNOTATIONS = frozenset(
 """Keywords that describe and never restrict; they are left out."""
 MAX_NUMBER = 2**53
 """Beyond it, neighbouring integers are one number to most readers of JSON, and to llguidance."""
+LEAST_STEP = 1e-9
+"""Nearest that a number comes to an integer that it may not reach, where llguidance would let it reach it."""
+MAX_REFERENCES = 16
+"""References in a chain that are followed to find out whether the schemas of a `oneOf` exclude one another."""
+MAX_STEPPED = 2**20
+"""Largest integer to which `LEAST_STEP` can be added without losing digits."""
 _DRAFT = re.compile(r"https?://json-schema\.org/(draft-0[4-7]|draft/20(19-09|20-12))/schema#?")
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
 """Characters that a JSON string can only hold as `\\uXXXX`. Such escapes are never generated, since with them a
@@ -47,13 +54,44 @@ def prepare(schema: Any) -> dict[str, Any]:
     walk = _Walk(schema)
     prepared = walk.schema(schema, ())
     walk.check_references()
+    walk.step_off_integers()
     return prepared if isinstance(prepared, dict) else {}
+
+
+class _Facts:
+    """What every value that is valid under a schema has: one of `types`, the properties `required`, and in a
+    property of `words` one of these strings."""
+
+    def __init__(self) -> None:
+        self.types = frozenset(TYPES) - {"integer"}
+        self.required: set[str] = set()
+        self.words: dict[str, frozenset[str]] = {}
+
+    def add_types(self, schema: dict[str, Any]) -> None:
+        """Keep only the types that `schema` allows; every integer is a number."""
+        given = schema.get("type")
+        names = [given] if isinstance(given, str) else given
+        if isinstance(names, list):
+            self.types &= {"number" if name == "integer" else name for name in names}
+
+    def excludes(self, other: _Facts) -> bool:
+        """Tell whether no value fits these facts and `other`."""
+        shared = self.types & other.types
+        return not shared or (
+            shared == {"object"}
+            and any(
+                name in other.words and self.words[name].isdisjoint(other.words[name])
+                for name in self.words.keys() & self.required & other.required
+            )
+        )
 
 
 class _Walk:
     """One pass over a schema; collects where subschemas and references are."""
 
     def __init__(self, root: Any) -> None:
+        self._root = root
+        self._bounded: list[tuple[Path, dict[str, Any]]] = []
         identity = root.get("$id") if isinstance(root, dict) else None
         self._id = identity.rstrip("#") if isinstance(identity, str) else None
         self._places: set[Path] = set()
@@ -76,7 +114,78 @@ class _Walk:
         self._check_identity(schema, at)
         _check_combinations(schema, at)
         _replace_format(out)
+        if any(key in out for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")):
+            self._bounded.append((at, out))
+        if "oneOf" in out and self._exclude_one_another(schema["oneOf"]):
+            out["allOf"] = [*out.get("allOf", ()), {"anyOf": out.pop("oneOf")}]
         return out
+
+    def step_off_integers(self) -> None:
+        """Move an exclusive bound that is an integer, where llguidance would accept the integer itself.
+
+        It does so between an exclusive integer and a bound less than 1 away, as in 0 < x < 0.5. The two may come from
+        different subschemas, so every such bound of the whole schema counts.
+        """
+        for low, high, up in (("minimum", "maximum", 1), ("maximum", "minimum", -1)):
+            opposite = [value for _, out in self._bounded for value in _bounds(out, high)]
+            for at, out in self._bounded:
+                bound = _exclusive_bound(out, low)
+                if bound is None or bound != int(bound) or not any(0 < (end - bound) * up < 1 for end in opposite):
+                    continue
+                if abs(bound) > MAX_STEPPED:
+                    raise _wrong(at, f"{bound} as an exclusive bound less than 1 from another is not supported")
+                out.pop(f"exclusive{low.title()}")
+                out[low] = max(out.get(low, bound) * up, bound * up + LEAST_STEP) * up
+
+    def _exclude_one_another(self, branches: list[Any]) -> bool:
+        """Tell whether no value is valid under two of these schemas, as far as their types and constants show it.
+
+        llguidance does not follow references to find that out, and tagged unions are mostly written with them.
+        """
+        facts = [_Facts() for _ in branches]
+        for fact, branch in zip(facts, branches, strict=True):
+            self._learn(fact, branch, 0)
+        return all(one.excludes(other) for one, other in itertools.combinations(facts, 2))
+
+    def _learn(self, facts: _Facts, schema: Any, depth: int) -> None:
+        """Add to `facts` what `schema` says, and the schemas to which it refers."""
+        if not isinstance(schema, dict) or depth > MAX_REFERENCES:
+            return
+        facts.add_types(schema)
+        if isinstance(schema.get("required"), list):
+            facts.required.update(schema["required"])
+        properties = schema.get("properties")
+        for name, one in properties.items() if isinstance(properties, dict) else ():
+            words = self._words(one, depth)
+            if words is not None:
+                facts.words[name] = words & facts.words.get(name, words)
+        if "$ref" in schema:
+            self._learn(facts, self._resolve(schema["$ref"]), depth + 1)
+
+    def _words(self, schema: Any, depth: int) -> frozenset[str] | None:
+        """The strings that a schema allows, None if it allows more than listed strings."""
+        if not isinstance(schema, dict) or depth > MAX_REFERENCES:
+            return None
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list) and all(isinstance(value, str) for value in values):
+            return frozenset(values)
+        return self._words(self._resolve(schema["$ref"]), depth + 1) if "$ref" in schema else None
+
+    def _resolve(self, reference: Any) -> Any:
+        """The subschema to which a reference leads, None if there is none."""
+        try:
+            target = self._target(reference)
+        except GrammarError:
+            return None
+        found = self._root
+        for part in target:
+            if isinstance(found, list) and part.isdecimal() and int(part) < len(found):
+                found = found[int(part)]
+            elif isinstance(found, dict) and part in found:
+                found = found[part]
+            else:
+                return None
+        return found
 
     def check_references(self) -> None:
         """Raise for a `$ref` that does not lead to a subschema."""
@@ -122,14 +231,18 @@ class _Walk:
         return self.list_(value, at) if isinstance(value, list) else self.schema(value, at)
 
     def reference(self, value: Any, at: Path) -> str:
+        target = self._target(value, at)
+        self._references.append((at, value, target))
+        return "/".join(["#", *(quote(part.replace("~", "~0").replace("/", "~1"), safe="~$") for part in target)])
+
+    def _target(self, value: Any, at: Path = ()) -> Path:
+        """The place to which a reference leads."""
         if not isinstance(value, str):
             raise _wrong(at, "must be a string")
         local = value.removeprefix(self._id) if self._id and value.startswith(f"{self._id}#") else value
         if local != "#" and not local.startswith("#/"):
             raise _wrong(at, f"{value} does not begin with #/: only references inside the schema are supported")
-        target = tuple(unquote(part).replace("~1", "/").replace("~0", "~") for part in local.split("/")[1:])
-        self._references.append((at, value, target))
-        return "/".join(["#", *(quote(part.replace("~", "~0").replace("/", "~1"), safe="~$") for part in target)])
+        return tuple(unquote(part).replace("~1", "/").replace("~0", "~") for part in local.split("/")[1:])
 
     def pattern(self, value: Any, at: Path) -> str:
         if not isinstance(value, str):
@@ -239,6 +352,20 @@ def _check_combinations(schema: dict[str, Any], at: Path) -> None:
     if least > sure + 1:
         # A grammar cannot tell keys that it has seen: the same key twice would count twice.
         raise _wrong(at, f"minProperties above the number of required properties + 1 ({sure + 1}) is not supported")
+
+
+def _bounds(schema: dict[str, Any], name: str) -> list[float]:
+    """The bounds `name` (`minimum` or `maximum`) of a schema, inclusive and exclusive."""
+    values = (schema.get(name), schema.get(f"exclusive{name.title()}"))
+    return [value for value in values if value is not None and not isinstance(value, bool)]
+
+
+def _exclusive_bound(schema: dict[str, Any], name: str) -> float | None:
+    """The exclusive bound of a schema on the side of `name`, if it has one; in draft 4 a flag makes `name` one."""
+    value = schema.get(f"exclusive{name.title()}")
+    if value is True:
+        value = schema.get(name)
+    return None if value is None or value is False else float(value)
 
 
 def _replace_format(schema: dict[str, Any]) -> None:

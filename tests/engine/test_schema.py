@@ -49,6 +49,16 @@ def accepts(kind: Any, spec: Any, text: str) -> bool:
 DRAFT_4 = "http://json-schema.org/draft-04/schema#"
 INT = {"type": "integer"}
 WORD = {"type": "string"}
+UNION: dict[str, Any] = {
+    "$defs": {
+        "Cat": {"type": "object", "properties": {"kind": {"$ref": "#/$defs/cat"}, "age": WORD}, "required": ["kind"]},
+        "Dog": {"type": "object", "properties": {"kind": {"const": "dog"}, "age": INT}, "required": ["kind"]},
+        "cat": {"enum": ["cat", "lion"]},
+    },
+    "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+    "discriminator": {"propertyName": "kind", "mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}},
+}
+"""A tagged union as pydantic writes it."""
 NOTHING: dict[str, Any] = {"not": {"minimum": 0}}
 
 REFUSED: list[tuple[Any, str]] = [
@@ -118,6 +128,44 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_name(schema: Any, named:
         prepare(schema)
 
 
+def _union(first: Any, second: Any) -> Any:
+    return {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": {"a": first, "b": second}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        _union(INT, {"type": "number"}),
+        _union({"properties": {"k": {"const": "a"}}}, {"properties": {"k": {"const": "b"}}}),
+        _union({**UNION["$defs"]["Dog"], "required": []}, UNION["$defs"]["Dog"]),
+        _union({"type": ["object", "null"], "properties": {"k": {"const": "a"}}, "required": ["k"]}, {"type": "null"}),
+        _union({"enum": ["a", "b"]}, {"enum": ["b", "c"]}),
+    ],
+)
+def test_schemas_of_one_of_that_may_both_be_valid_are_refused_with_the_way_out(schema: Any) -> None:
+    with pytest.raises(GrammarError, match=r"oneOf is supported only where .* write anyOf"):
+        Grammar(TOKENIZER, _source("json", schema))
+
+
+def test_no_number_beyond_its_bounds_can_be_generated() -> None:
+    bounds = [-2.5, -2, -0.5, -0.05, 0, 0.05, 0.5, 1, 1.5, 2, 10, 10.5]
+    texts = [
+        f"{sign}{text}"
+        for sign in ("", "-")
+        for text in ("0", "0.0", "0.05", "0.5", "1", "1.5", "2", "2.0", "2.5", "10", "10.5")
+    ]
+    for low, high, least, most in itertools.product(bounds, bounds, ("m", "exclusiveM"), ("m", "exclusiveM")):
+        if low >= high:
+            continue
+        schema = {"type": "number", f"{least}inimum": low, f"{most}aximum": high}
+        valid = Draft202012Validator(schema).is_valid
+        first = Grammar(TOKENIZER, _source("json", schema))
+        for text in texts:
+            matcher = first.matcher()._matcher
+            taken = all(not matcher.is_stopped() and matcher.try_consume_tokens([byte]) for byte in text.encode())
+            assert not (taken and matcher.is_accepting()) or valid(json.loads(text)), (schema, text)
+
+
 ENFORCED: list[tuple[Any, str]] = [
     # A listed property cannot come again under an escaped name.
     ({"properties": {"a": INT}, "additionalProperties": WORD}, r'{"\u0061":"x"}'),
@@ -129,11 +177,20 @@ ENFORCED: list[tuple[Any, str]] = [
     ({"properties": {'"': INT}}, r'{"\u0022":"x"}'),
     ({"properties": {"a/b": INT}}, r'{"a\/b":"x"}'),
     ({"patternProperties": {"^a": INT}}, r'{"\u0061":"x"}'),
+    (UNION, '{"kind":"dog","age":"x"}'),
     ({"properties": {"ab": {"minimum": 5}}, "patternProperties": {"^a": INT}}, '{"ab":"x"}'),
     # An older draft's name switches no keyword off.
     ({"$schema": DRAFT_4, "const": 5}, "6"),
     ({"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/$defs/a", "$defs": {"a": {}}, "const": 5}, "6"),
     ({"items": [INT], "additionalItems": False}, "[1,2]"),
+    # An exclusive bound is not reached, however near the other one is, and wherever that one stands.
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "0"),
+    ({"type": "number", "exclusiveMinimum": 2, "exclusiveMaximum": 2.25}, "2"),
+    ({"type": "number", "minimum": -2.5, "exclusiveMaximum": -2}, "-2"),
+    ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0.0}, "-0"),
+    ({"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}, "0"),
+    ({"$ref": "#/$defs/a", "exclusiveMinimum": 1, "$defs": {"a": {"type": "number", "maximum": 1.5}}}, "1"),
+    ({"$schema": DRAFT_4, "type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}, "0"),
     # Patterns as ECMA-262 reads them.
     ({"type": "string", "pattern": r"^\d$"}, '"٣"'),
     ({"type": "string", "pattern": r"^\w$"}, '"é"'),
@@ -207,6 +264,10 @@ ALLOWED: list[tuple[Any, str]] = [
     ({"minLength": 2.0, "type": "string"}, '"ab"'),
     ({"title": "t", "description": "d", "default": {"not": 1}, "examples": [{}], "deprecated": True, **INT}, "1"),
     ({"oneOf": [{"const": "a"}, {"const": "b"}], "discriminator": {"propertyName": "kind"}}, '"b"'),
+    (UNION, '{"kind":"dog","age":7}'),
+    ({"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": INT}}, "null"),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "0.001"),
+    ({"exclusiveMinimum": 0, "type": "integer", "$defs": {"a": {"maximum": 0.5}}}, "1"),
     ({"$defs": {"é/~%": INT}, "$ref": "#/$defs/é~1~0%25"}, "7"),
     ({"$id": "https://example.com/s", "$defs": {"a": INT}, "$ref": "https://example.com/s#/$defs/a"}, "7"),
     ({"properties": {"a": INT}, "items": {"$ref": "#/properties/a"}}, "[7]"),
