@@ -74,10 +74,10 @@ class Box:
         ]
         line += ["--bind", str(self.root), "/", "--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev"]
         line += ["--ro-bind", "/sys", "/sys"]
-        for source, target, writable in self.mounts:
-            line += ["--bind" if writable else "--ro-bind", str(source), target]
         for target in self.tmpfs:
             line += ["--tmpfs", target]
+        for source, target, writable in self.mounts:
+            line += ["--bind" if writable else "--ro-bind", str(source), target]
         line += ["--remount-ro", "/"] if self.read_only else []
         line += ["--clearenv", "--chdir", self.folder]
         for name, value in self.environ.items():
