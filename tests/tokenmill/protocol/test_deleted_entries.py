@@ -63,6 +63,24 @@ class TestQuota:
         assert queue.redis.get(queue.keys.quota("t")) == b"0"
         assert queue.hash(queue.keys.group("g")) == {"total": "1", "succeeded": "1"}
 
+    @pytest.mark.parametrize("starts", [True, False], ids=["started", "answered without a start"])
+    @pytest.mark.parametrize("other", [{}, {"tenant": "u", "group": "h"}, {"tenant": "t", "group": "h"}])
+    def test_the_same_id_as_a_bare_entry_of_another_tenant_or_group_leaves_no_count(
+        self, queue: Queue, other: dict[str, str], starts: bool
+    ) -> None:
+        scripts, who = queue.scripts(), Identity("a", **other)
+        delete(queue, scripts.enqueue(JobEntry("a", BODY, tenant="t", group="g")))
+        ref = queue.deliver(scripts, "a", **other)
+        if starts:
+            run(scripts, ref, who)
+        else:
+            scripts.answer(ref, who, Result("a", Status.FAILED))
+        assert queue.redis.get(queue.keys.quota("t")) == b"0"
+        assert not queue.redis.exists(queue.keys.booked("t"), queue.keys.booked("u"))
+        assert queue.hash(queue.keys.group("g")) == {"total": "0"}
+        if other:
+            assert queue.hash(queue.keys.group("h")) == {"total": "1", "succeeded" if starts else "failed": "1"}
+
     @pytest.mark.parametrize("whole_lane", [False, True])
     def test_deleted_jobs_do_not_count_against_a_tenants_cap(self, queue: Queue, whole_lane: bool) -> None:
         scripts = queue.scripts()

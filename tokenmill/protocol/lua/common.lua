@@ -197,15 +197,23 @@ local function gone_before(job)
   return { member = held[1] .. ' ' .. held[2], group_name = held[4] or '', keys = keys }
 end
 
--- Count a queued entry: job hash, group total, tenant quota. `f`: job, quota, booked, group, group_out, open (keys), id,
--- lane, entry, tenant, group_name, callback, stream, nonce. What `gone_before` found is counted no more.
-local function book(f, gone)
-  local in_total = gone and gone.group_name == f.group_name
-  if gone and gone.keys.group and not in_total then redis.pcall('HINCRBY', gone.keys.group, 'total', -1) end
-  if gone and gone.keys.booked then
+-- Stop counting the deleted entry that `gone_before` found, since another entry of the id takes its place. Returns true
+-- where that entry's group has the name `group_name`: then the group's total stays, and counts the new entry.
+local function replace_gone(gone, group_name)
+  if not gone then return false end
+  local in_total = gone.group_name == group_name
+  if gone.keys.group and not in_total then redis.pcall('HINCRBY', gone.keys.group, 'total', -1) end
+  if gone.keys.booked then
     unbook(gone.keys, gone.member, 86400)
     redis.call('SREM', gone.keys.running, gone.member)
   end
+  return in_total
+end
+
+-- Count a queued entry: job hash, group total, tenant quota. `f`: job, quota, booked, group, group_out, open (keys), id,
+-- lane, entry, tenant, group_name, callback, stream, nonce. What `gone_before` found is counted no more.
+local function book(f, gone)
+  local in_total = replace_gone(gone, f.group_name)
   reset(f.job)
   redis.call('HSET', f.job, 'state', 'queued', 'lane', f.lane, 'entry', f.entry, 'counted', '1', 'nonce', f.nonce)
   if f.callback ~= '' then redis.call('HSET', f.job, 'callback', f.callback) end

@@ -6,7 +6,7 @@
 --      prompt-tokens dead-code dead-reason dead-attempts dead-body dead-truncated dead-maxlen
 --      tenant, then six an event: n index text tokens token-ids logprobs
 -- An empty fence: no START came before, so a start is written first. `published`: last n the caller knows to be out.
--- -> OK | DUP | LOST | GONE (the stream lacks what was published: START again, republish the whole text)
+-- -> OK | DUP | LOST | GONE (the stream lacks what was published: START again, republish the whole text) | AGAIN key …
 local lane, job, result, cancel, out = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local lanes = { high = KEYS[6], normal = KEYS[7], low = KEYS[8] }
 local consumers, entry, consumer, name, id, fence = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
@@ -29,10 +29,19 @@ if fence ~= '' then
   if last_fence < tonumber(fence) or last_n < tonumber(ARGV[7]) then return 'GONE' end
 end
 
+local was = redis.call('HMGET', job, 'lane', 'entry')
+local replaces = fence == '' and (was[1] ~= name or was[2] ~= entry)
+local gone = replaces and gone_before(job)
+local again = gone and undeclared(gone.keys.all)
+if again then return again end
+
 redis.call('HDEL', KEYS[15], name .. ' ' .. entry)
+if replaces then
+  local in_total = replace_gone(gone, ARGV[13])
+  reset(job)
+  if in_total and ARGV[13] ~= '' then redis.call('HSET', job, 'counted', '1') end
+end
 if fence == '' then
-  local same = redis.call('HMGET', job, 'lane', 'entry')
-  if same[1] ~= name or same[2] ~= entry then reset(job) end
   open({ job = job, out = out, worker = consumer, prompt_tokens = ARGV[15], group_name = ARGV[13], tenant = ARGV[22] })
 end
 for at = 23, #ARGV, 6 do

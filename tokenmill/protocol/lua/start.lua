@@ -3,6 +3,7 @@
 -- ARGV consumer-group entry consumer lane-name open-ttl-s nonce ttl-ms max-attempts prompt-tokens group tenant alone strict
 --      id
 -- -> {status, fence, attempt, deaths, now-ms, reason, tries}; status OK | CANCELLED | EXPIRED | SPENT | CAPPED | DUP | LOST
+--    or AGAIN key …
 -- `attempt` counts starts, `tries` those of them that max-attempts counts: not the ones that were handed back politely.
 local lane, job, result, cancel, out = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local lanes = { high = KEYS[6], normal = KEYS[7], low = KEYS[8] }
@@ -37,6 +38,10 @@ end
 local was = redis.call('HMGET', job, 'state', 'lane', 'entry', 'worker', 'fence', 'attempt', 'deaths', 'start',
   'tries', 'alone', 'excused')
 local same = was[2] == name and was[3] == entry
+-- An entry of this id that was counted is gone, and this one has come in its place.
+local gone = not same and gone_before(job)
+local again = gone and undeclared(gone.keys.all)
+if again then return again end
 local attempt = same and tonumber(was[6] or '0') or 0
 local deaths = same and tonumber(was[7] or '0') or 0
 local tries = same and tonumber(was[9] or was[6] or '0') or 0
@@ -76,14 +81,9 @@ if started.err then return started end
 if cap then redis.call('SADD', KEYS[10], member) end
 redis.call('EXPIRE', out, ARGV[5])
 if not same then
-  -- An entry of this id that was counted is gone, and this one has come in its place.
-  local gone = gone_before(job)
+  local in_total = replace_gone(gone, ARGV[10])
   reset(job)
-  if gone and gone.keys.booked == KEYS[13] then
-    unbook(gone.keys, gone.member, 86400)
-    redis.call('SREM', KEYS[10], gone.member)
-  end
-  if gone and gone.group_name ~= '' and gone.group_name == ARGV[10] then redis.call('HSET', job, 'counted', '1') end
+  if in_total and ARGV[10] ~= '' then redis.call('HSET', job, 'counted', '1') end
 end
 if taken then redis.call('HDEL', job, 'excused') end
 redis.call('PERSIST', job)
