@@ -252,6 +252,7 @@ class Worker:
         self._quarantine.tick(self._hand_back)
         if self._draining:
             self._excuse()
+        self._back.client.ping()  # keeps its connection, so that jobs go back even after the password has changed
 
     def _spawn_intake(self, loaded: Loaded, loop: EngineLoop) -> None:
         settings = self.settings
