@@ -161,6 +161,7 @@ class EngineLoop:
         self.telemetry.step.add(time.monotonic() - began)
         self.stats = self.engine.stats()
         if output:
+            self.telemetry.generation_tokens += sum(len(delta.token_ids) for delta in output.deltas)
             self.give(output)
         if not self.engine.has_work:
             self.engine.check_integrity()

@@ -57,6 +57,13 @@ def test_an_added_request_comes_out_finished(running: Running) -> None:
     assert running.finished().outcome is Outcome.SUCCEEDED
 
 
+def test_generated_tokens_are_counted_while_the_publisher_takes_nothing(running: Running) -> None:
+    """As when Redis is silent: the metric shows that decoding goes on."""
+    running.loop.post(Add(request("a", tokens=7)))
+    eventually(lambda: running.loop.telemetry.generation_tokens == 7)
+    assert running.loop.outbox.qsize() > 0
+
+
 def test_an_idle_engine_does_not_spin(running: Running) -> None:
     running.loop.post(Add(request("a")))
     running.finished()

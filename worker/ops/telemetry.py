@@ -92,8 +92,8 @@ class Telemetry:
         self.prompt_tokens = 0
         self.step = Tally(_FAST)
         self.queue_time = Tally(_SLOW)
-        # Added to by the publisher:
         self.generation_tokens = 0
+        # Added to by the publisher:
         self.first_token = Tally(_SLOW)
         self.inter_token = Tally(_FAST)
         self.total_time = Tally(_SLOW)

@@ -127,13 +127,12 @@ class Publisher:
     def _take_deltas(self, at: float, deltas: Sequence[Delta]) -> None:
         """The way of every token: microseconds count here."""
         get, pending, telemetry = self._held.get, self._pending, self._loop.telemetry
-        total, gaps = 0, []
+        gaps = []
         for delta in deltas:
             job = get(delta.request_id)
             if job is None or not job.fence:
                 continue
             ids = delta.token_ids
-            total += len(ids)
             job.tokens += len(ids)
             before, job.last_text_at = job.last_text_at, at
             if before is None:
@@ -144,7 +143,6 @@ class Publisher:
             if job.who.stream:
                 job.add_text(delta.index, delta.text, ids, delta.logprobs)
                 pending[job.handle] = job
-        telemetry.generation_tokens += total
         telemetry.inter_token.add_all(gaps)
 
     def _take_finished(self, finished: Finished) -> None:
