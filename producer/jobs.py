@@ -19,8 +19,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import orjson
@@ -97,7 +97,10 @@ def generate(
         note = {"queue": client.keys.queue, "request": mine.id, "status": "submitted"}
         _tell(job, note)
         with after_death(job, lambda: _cancel(mine.id, redis_url, queue, prefix)):
-            with suppress(JobExists):  # submitted by this very job, before it was killed
+            with (
+                _cancelled_when_late(job, mine),
+                suppress(JobExists),
+            ):  # submitted by this very job, before it was killed
                 client.submit(prompt, messages=messages, id=mine.id, stream=stream, **{"wait": True, **request})
             result = _wait(job, mine)
         _tell(job, {**note, "status": result.status.value, "tokens": result.usage.completion_tokens})
@@ -236,7 +239,7 @@ def _current_id(client: Client, job: RqJob) -> str:
 
 def _wait(job: RqJob, request: Job) -> Result:
     cancelled = _asked(job)
-    try:
+    with _cancelled_when_late(job, request):
         while True:
             try:
                 return request.result(timeout=POLL_S)
@@ -244,6 +247,13 @@ def _wait(job: RqJob, request: Job) -> Result:
                 if cancelled():
                     with suppress(TimeoutError):  # Redis is away: the next round tries again
                         request.cancel("cancelled in RQ", timeout=POLL_S)
+
+
+@contextmanager
+def _cancelled_when_late(job: RqJob, request: Job) -> Iterator[None]:
+    """Cancel a request whose RQ job runs out of time within the block and is not retried."""
+    try:
+        yield
     except JobTimeoutException:
         if not job.retries_left:
             _clean_up(lambda: request.cancel("time-out in RQ", timeout=CLEAN_UP_S))

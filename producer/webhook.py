@@ -114,13 +114,13 @@ class WebhookSettings:
         return cls(
             hosts=frozenset(host.strip().lower() for host in hosts if host.strip()),
             secrets=tuple(_secret(word) for word in environ.get("TOKENMILL_CALLBACK_SECRET", "").split()),
-            ca_file=environ.get("TOKENMILL_CALLBACK_CA_FILE") or None,
-            max_attempts=round(_number(environ, "TOKENMILL_CALLBACK_MAX_ATTEMPTS", cls.max_attempts)),
+            ca_file=_authority(environ, "TOKENMILL_CALLBACK_CA_FILE"),
+            max_attempts=_whole(environ, "TOKENMILL_CALLBACK_MAX_ATTEMPTS", cls.max_attempts),
             backoff_s=_number(environ, "TOKENMILL_CALLBACK_BACKOFF_SECONDS", 0.0) or None,
             timeout_s=_number(environ, "TOKENMILL_CALLBACK_TIMEOUT_SECONDS", cls.timeout_s),
             lease_s=_number(environ, "TOKENMILL_CALLBACK_LEASE_SECONDS", cls.lease_s),
-            dangerously_allow_http=environ.get("TOKENMILL_DANGEROUSLY_ALLOW_HTTP_CALLBACKS") == "1",
-            dangerously_allow_private=environ.get("TOKENMILL_DANGEROUSLY_ALLOW_PRIVATE_CALLBACKS") == "1",
+            dangerously_allow_http=_switch(environ, "TOKENMILL_DANGEROUSLY_ALLOW_HTTP_CALLBACKS"),
+            dangerously_allow_private=_switch(environ, "TOKENMILL_DANGEROUSLY_ALLOW_PRIVATE_CALLBACKS"),
         )
 
     def pause_s(self, attempts: int) -> float:
@@ -156,8 +156,36 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         raise ValueError(f"{name}: not a number") from None
     if not 0 < value < float("inf"):
-        raise ValueError(f"{name}: must be above 0")
+        raise ValueError(f"{name}: must be a finite number above 0")
     return value
+
+
+def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name)
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 9):
+        raise ValueError(f"{name}: must be a whole number of at least 1")
+    return int(text)
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool:
+    text = environ.get(name, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{name}: must be 1 or 0")
+    return text == "1"
+
+
+def _authority(environ: Mapping[str, str], name: str) -> str | None:
+    """Return the path of a file of certificates, which is read once here: a receiver cannot be blamed for it later."""
+    path = environ.get(name)
+    if not path:
+        return None
+    try:
+        ssl.create_default_context().load_verify_locations(path)
+    except (OSError, ValueError) as error:  # an `SSLError` is an `OSError`
+        raise ValueError(f"{name}: {path} is not readable as certificates in PEM: {error}") from None
+    return path
 
 
 def _secret(word: str) -> bytes:

@@ -185,8 +185,22 @@ def test_a_new_role_gets_a_password_and_the_others_keep_theirs(tmp_path: Path, w
     assert new == {name: value for name, value in old.items() if name != "REDIS_CLERK_PASSWORD"}
     assert "# mine\nMY_SETTING=a b  # c\n" in (tmp_path / ".env").read_text()
     assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o640
-    assert list(tmp_path.glob(".env.n*")) == []
+    assert list(tmp_path.glob(".env.*")) == [tmp_path / ".env.example"]
     assert main(tmp_path) == 1
+
+
+def test_completing_an_env_file_touches_no_file_beside_it_and_follows_a_link(tmp_path: Path) -> None:
+    main = runpy.run_path(str(ROOT / "deploy" / "env.py"))["main"]
+    (tmp_path / ".env.example").write_text(EXAMPLE)
+    (tmp_path / ".env.new").write_text("somebody's")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "env").write_text("MINE=1\n")
+    (tmp_path / ".env").symlink_to("kept/env")
+    assert main(tmp_path) == 0
+    assert (tmp_path / ".env.new").read_text() == "somebody's"
+    assert (tmp_path / ".env").is_symlink()
+    assert (tmp_path / "kept" / "env").read_text().startswith("MINE=1\n")
+    assert [file.name for file in (tmp_path / "kept").iterdir()] == ["env"]
 
 
 def test_each_role_with_a_password_has_it_in_the_example_and_the_compose_file() -> None:

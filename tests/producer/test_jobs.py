@@ -45,6 +45,10 @@ def held(queue: Queue, request: str) -> bool:
     return queue.redis.hget(queue.keys.job(request), "state") == b"running"
 
 
+def scripts_run(queue: Queue) -> int:
+    return int(queue.redis.info("commandstats").get("cmdstat_evalsha", {"calls": 0})["calls"])
+
+
 def batch_file(folder: Path, prompts: list[str]) -> Path:
     path = folder / "in.jsonl"
     lines = [
@@ -164,19 +168,34 @@ def test_cancelling_a_running_job_in_rq_cancels_its_request(queue: Queue, rqueue
         assert client.job(f"{job.id}.g1").result(timeout=10).cancel_reason == "cancelled in RQ"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_job_that_runs_out_of_time_cancels_unless_it_will_come_back(
     queue: Queue, rqueue: Rq, worker: MiniWorker, retries: int
 ) -> None:
     retry = rq.Retry(max=retries, interval=600) if retries else None
-    job = rqueue.jobs.enqueue("producer.jobs.generate", kwargs={"prompt": "HOLD"}, job_timeout=1, retry=retry)
-    rqueue.worker()
+    job = rqueue.jobs.enqueue("producer.jobs.generate", kwargs={"prompt": "HOLD"}, job_timeout=600, retry=retry)
+    process = rqueue.worker()
+    eventually(lambda: held(queue, f"{job.id}.g1"))
+    process.end_time()
     rqueue.ends(job, "scheduled" if retries else "failed")
+    assert "JobTimeoutException" in process.log
     if not retries:
         eventually(lambda: queue.redis.exists(queue.keys.result(f"{job.id}.g1")))
     assert held(queue, f"{job.id}.g1") == bool(retries)
     assert not queue.redis.exists(queue.keys.cancel(f"{job.id}.g1"))
+
+
+def test_a_job_that_runs_out_of_time_while_it_submits_cancels_its_request(queue: Queue, rqueue: Rq) -> None:
+    queue.redis.hset(queue.keys.meta, "max_depth", 1)
+    queue.add("another")
+    job = rqueue.jobs.enqueue("producer.jobs.generate", kwargs={"prompt": "x"}, job_timeout=600)
+    process = rqueue.worker()
+    eventually(lambda: job.get_meta(refresh=True))
+    before = scripts_run(queue)
+    eventually(lambda: scripts_run(queue) > before + 3)  # the enqueue script refuses it again and again
+    process.end_time()
+    rqueue.ends(job, "failed")
+    assert queue.redis.exists(queue.keys.cancel(f"{job.id}.g1"))
 
 
 def test_a_batch_file_is_finished_over_a_killed_horse(

@@ -341,6 +341,11 @@ def test_a_refused_connection_counts_as_silence(receiver: Receiver) -> None:
         ("TOKENMILL_CALLBACK_LEASE_SECONDS", "5"),
         ("TOKENMILL_CALLBACK_MAX_ATTEMPTS", "nan"),
         ("TOKENMILL_CALLBACK_MAX_ATTEMPTS", "0.2"),
+        ("TOKENMILL_CALLBACK_MAX_ATTEMPTS", "2.6"),
+        ("TOKENMILL_CALLBACK_CA_FILE", "/nowhere.pem"),
+        ("TOKENMILL_CALLBACK_CA_FILE", __file__),
+        ("TOKENMILL_DANGEROUSLY_ALLOW_HTTP_CALLBACKS", "true"),
+        ("TOKENMILL_DANGEROUSLY_ALLOW_PRIVATE_CALLBACKS", "yes"),
         ("TOKENMILL_CALLBACK_HOSTS", "hooks.example.org,https://x/y"),
     ],
 )

@@ -327,8 +327,8 @@ class Outputs:
             file.sync()
 
     def next_generation(self) -> None:
-        """From now on lines are submitted under new ids."""
-        self._save(replace(self.state, generation=self.state.generation + 1))
+        """From now on lines are submitted under new ids; none has been yet."""
+        self._save(replace(self.state, generation=self.state.generation + 1, root=None))
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -99,8 +99,8 @@ def cancel(
     They have no line in the outputs; a later run over the same files submits them anew.
 
     Raises:
-        BatchError: no run has begun with these files and this queue; otherwise as `run`, in particular while the run
-            still goes on. No file was changed.
+        BatchError: no run has begun with these files and this queue, or Redis knows no request of the run, so that it
+            may be another Redis; otherwise as `run`, in particular while the run still goes on. No file was changed.
         redis.RedisError: Redis is away; call it again.
     """
     with _files(input_path, output_path, errors_path, threading.Event()) as files:
@@ -117,9 +117,23 @@ def cancel(
                     cancelled += 1
             empty = 0 if any(states) else empty + 1
             known = known or any(states)
-        if known:  # a Redis that knows none of the jobs is not the run's: there they may still be in flight
+        if known:
             files.outputs.next_generation()
+        elif state.root is not None and _lines_left(files) and not _is_there(client, state.group):
+            raise BatchError(  # at the run's Redis they may be in flight
+                f"{output_path}: this Redis knows no request of the run; no request was cancelled. If the run used "
+                "another Redis, name that one (--redis). If Redis has lost its data, nothing is in flight"
+            )
         return cancelled
+
+
+def _is_there(client: Client, group: str) -> bool:
+    """Whether Redis knows a run: its group lives from the first request on until a day after the last end."""
+    return client.group(group).progress().total > 0
+
+
+def _lines_left(files: Files) -> bool:
+    return files.outputs.succeeded + files.outputs.failed < files.index.total
 
 
 @contextmanager

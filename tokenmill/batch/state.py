@@ -29,7 +29,7 @@ class State:
     """Goes up when what is in flight was cancelled, so that it gets new ids."""
     format: int = 1
     root: str | None = None
-    """What every key of the queue starts with to which the last run submitted; None: no run has begun."""
+    """What every key of the queue starts with to which this generation was submitted; None: it was not."""
 
     @property
     def group(self) -> str:

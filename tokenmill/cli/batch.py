@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import typer
 from tokenmill import batch
 from tokenmill.cli.batch_view import shown
 from tokenmill.cli.console import Exit, Prefix, Queue, Url, connected, end
-from tokenmill.protocol.connection import DEFAULT_URL, redact
+from tokenmill.protocol.connection import DEFAULT_URL
 from tokenmill.protocol.keys import LANES
 
 EPILOG = (
@@ -72,9 +71,6 @@ def cancel(
     with _ended(), connected(redis, queue, prefix) as client:
         number = batch.cancel(input, output, errors, client=client)
     print(f"{number} requests in flight cancelled")
-    if number == 0:
-        note = f"Redis at {redact(redis)} holds no request of this run in flight."
-        print(f"{note} If the run used another Redis, name it with --redis.", file=sys.stderr)
 
 
 @contextmanager

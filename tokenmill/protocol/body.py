@@ -76,11 +76,15 @@ class Message(_Strict):
     reasoning_content: str | None = None
     annotations: Annotated[list[Json] | None, _First()] = None
     """Of an answer of OpenAI's that is sent back; no template reads them."""
+    refusal: str | None = None
+    """Of an assistant's answer that is sent back, where OpenAI's has it in place of content."""
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
-        if self.content is None and not self.tool_calls:
-            raise _wrong("messages: must have content, each; only one with tool_calls may do without")
+        if self.refusal is not None and self.role != "assistant":
+            raise _wrong("messages: refusal is for the role assistant only")
+        if self.content is None and self.refusal is None and not self.tool_calls:
+            raise _wrong("messages: must have content, each; only one with tool_calls or a refusal may do without")
         return self
 
 
@@ -288,13 +292,14 @@ class Body(_Strict):
             return None
         chat = []
         for message in self.messages:
-            plain = message.model_dump(exclude_none=True, exclude={"annotations"})
+            plain = message.model_dump(exclude_none=True, exclude={"annotations", "refusal"})
             if not message.tool_calls:
                 plain.pop("tool_calls", None)  # templates ask whether there are any by the key alone
             if isinstance(message.content, list):
                 plain["content"] = "".join(part.text for part in message.content)
             elif message.content is None:
-                plain["content"] = ""  # beside tool calls; templates that know none of those still join it
+                # "" beside tool calls, since templates that know none of those still join it.
+                plain["content"] = message.refusal or ""
             chat.append(plain)
         return chat
 

@@ -84,14 +84,15 @@ def async_client(url: str = DEFAULT_URL, block_ms: int = 0, retries: int = RETRI
     pool = aioredis.ConnectionPool.from_url(check_url(url), max_connections=MAX_CONNECTIONS)
     timeout = block_ms / 1000 + BLOCK_MARGIN_S if block_ms else COMMAND_TIMEOUT_S
     retry = AsyncRetry(_backoff(), 0 if block_ms else retries, _RECONNECT)
-    pool.connection_kwargs.update(_settings(timeout), retry=retry)
+    pool.connection_kwargs.update(_settings(timeout, pool.connection_class), retry=retry)
     pool.connection_class = _mixed(_Async, pool.connection_class, limit_s=timeout)
     return aioredis.Redis.from_pool(pool)
 
 
 def _client(url: str, timeout_s: float, retries: int) -> redis.Redis:
     pool = redis.ConnectionPool.from_url(check_url(url), max_connections=MAX_CONNECTIONS)
-    pool.connection_kwargs.update(_settings(timeout_s), retry=Retry(_backoff(), retries, _RECONNECT))
+    settings = _settings(timeout_s, pool.connection_class)
+    pool.connection_kwargs.update(settings, retry=Retry(_backoff(), retries, _RECONNECT))
     pool.connection_class = _mixed(_Sync, pool.connection_class, limit_s=timeout_s)
     return redis.Redis.from_pool(pool)
 
@@ -100,14 +101,17 @@ def _backoff() -> AbstractBackoff:
     return ExponentialWithJitterBackoff(base=0.05, cap=1.0)
 
 
-def _settings(timeout_s: float) -> dict[str, Any]:
-    return {
+def _settings(timeout_s: float, kind: type) -> dict[str, Any]:
+    """Return our arguments of a connection of the class `kind`."""
+    settings = {
         "socket_timeout": timeout_s,
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
-        "socket_keepalive": True,
         "protocol": 2,
         "decode_responses": False,
     }
+    if not issubclass(kind, (redis.UnixDomainSocketConnection, aioredis.UnixDomainSocketConnection)):
+        settings["socket_keepalive"] = True  # TCP's; the others do not take the argument
+    return settings
 
 
 class _Bounded:

@@ -296,6 +296,16 @@ def test_a_chat_is_plain_dicts_with_its_text_parts_joined() -> None:
     ]
 
 
+def test_a_refusal_that_is_sent_back_is_what_the_assistant_said() -> None:
+    dumped = {"role": "assistant", "content": None, "refusal": "I can't.", "annotations": [], "audio": None}
+    assert body(prompt=None, messages=[dumped, {**dumped, "content": "x"}]).chat == [
+        {"role": "assistant", "content": "I can't."},
+        {"role": "assistant", "content": "x"},
+    ]
+    with pytest.raises(JobError, match=r"messages.*refusal"):
+        body(prompt=None, messages=[{**dumped, "role": "user"}])
+
+
 @pytest.mark.parametrize("message", [{"role": "user"}, {"role": "assistant", "content": None, "tool_calls": []}])
 def test_a_message_without_content_is_refused_whatever_the_template_makes_of_it(message: object) -> None:
     with pytest.raises(JobError, match=r"messages.*content"):

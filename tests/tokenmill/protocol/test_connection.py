@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from pathlib import Path
 
 import pytest
 
+from tests.support import running_redis
 from tests.tokenmill.mini import Queue
 from tokenmill.protocol.connection import async_client, blocking_client, command_client, redact
 
@@ -44,3 +47,22 @@ def test_a_logged_url_holds_no_secret() -> None:
     assert redact("redis://:secret@host") == "redis://:***@host"
     assert redact("redis://host:1/2?x=secret") == "redis://host:1/2"
     assert redact("unix:///tmp/redis.sock") == "unix:///tmp/redis.sock"
+
+
+@pytest.mark.redis_server
+def test_every_client_works_over_a_unix_socket(tmp_path: Path) -> None:
+    socket = tmp_path / "redis.sock"
+    with running_redis(tmp_path, "--unixsocket", str(socket)):
+        url = f"unix://{socket}?db=1"
+        for client in (command_client(url), blocking_client(url, 100)):
+            with client:
+                assert client.ping()
+        assert asyncio.run(_ping(url)) == [True, True]
+
+
+async def _ping(url: str) -> list[bool]:
+    replies = []
+    for client in (async_client(url), async_client(url, 100)):
+        async with client:
+            replies.append(bool(await client.ping()))
+    return replies
