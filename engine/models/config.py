@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine.models.rope import ROPE_KEYS, rotary_dim
@@ -193,8 +194,10 @@ def decoder_config(config: Any) -> DecoderConfig:
     Raises:
         Unsupported: a value that the fused decoder does not know.
     """
-    if config.num_attention_heads % config.num_key_value_heads:
+    if config.num_key_value_heads < 1 or config.num_attention_heads % config.num_key_value_heads:
         raise Unsupported("query heads that are no multiple of the KV heads")
+    if not 0 <= config.rms_norm_eps < inf:
+        raise Unsupported(f"config key rms_norm_eps = {config.rms_norm_eps}")
     layers: int = config.num_hidden_layers
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     bias = bool(getattr(config, "attention_bias", False))

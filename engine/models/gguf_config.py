@@ -155,6 +155,8 @@ def _rope(file: GgufFile) -> Values:
         raise Unsupported(f"GGUF key {file.architecture}.rope.scaling.type = {kind!r}")
     if not factor:
         raise LoadError(f"{file.path} has no {file.architecture}.rope.scaling.factor")
+    if not 0 < factor < math.inf:
+        raise LoadError(f"{file.path}: {file.architecture}.rope.scaling.factor is {factor}")
     rope |= {"rope_type": kind, "factor": float(factor)}
     if kind == "yarn":
         rope |= {

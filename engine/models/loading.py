@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -163,7 +164,12 @@ def _rotary_tables(
         divisors = store.take(ROPE_FACTORS, (decoder.rotary_dim // 2,), torch.float32).cpu()
     tables = []
     for kind in decoder.ropes:
-        frequencies, factor = inverse_frequencies(config, max_model_len, kind)
+        try:
+            frequencies, factor = inverse_frequencies(config, max_model_len, kind)
+        except (ArithmeticError, TypeError, ValueError, LookupError) as error:
+            raise LoadError(f"rope settings {config.rope_parameters} can't be used: {error!r}") from error
+        if not (frequencies.isfinite() & (frequencies > 0)).all() or not math.isfinite(factor):
+            raise LoadError(f"rope settings {config.rope_parameters} give no frequencies")
         if divisors is not None:
             frequencies = frequencies / divisors
         cos, sin = rotary_table(frequencies, factor, max_model_len, decoder.head_dim // 2)
@@ -184,7 +190,10 @@ def _load_transformers(
 
     transformers_backend.register()
     theirs = config.pretrained() if isinstance(config, GgufConfig) else config
-    model = stock_model(source, theirs, dtype).to(device).eval()
+    try:
+        model = stock_model(source, theirs, dtype).to(device).eval()
+    except LoadError as error:
+        raise LoadError(f"{error}{_neither(reason)}") from error
     theirs = model.config
     max_model_len = _max_model_len(theirs.get_text_config(), options.max_model_len)
     try:
@@ -192,7 +201,9 @@ def _load_transformers(
         transformers_backend.check(model, CacheSpec(*shape, block_size=16, dtype=dtype, device=device))
         transformers_backend.freeze_rope(model, max_model_len)
     except (Unsupported, TypeError, AttributeError, RuntimeError) as error:
-        raise LoadError(f"{source.name} ({theirs.model_type}) can't run on paged attention: {error}") from error
+        raise LoadError(
+            f"{source.name} ({theirs.model_type}) can't run on paged attention: {error}{_neither(reason)}"
+        ) from error
     vocab_size = theirs.get_text_config().vocab_size
     tokenizer = _tokenizer(source, vocab_size)
     return LoadedModel(
@@ -210,6 +221,11 @@ def _load_transformers(
         cache_shape=shape,
         make=lambda backend: transformers_backend.TransformersModel(model, backend),
     )
+
+
+def _neither(reason: str) -> str:
+    """Add to a message why the fused decoder was not taken, unless it was not wanted."""
+    return "" if reason == ASKED_FOR else f" (the fused decoder can't run it either: {reason})"
 
 
 def _read_config(directory: Path) -> PretrainedConfig:
@@ -249,6 +265,10 @@ def _tokenizer(source: Source, vocab_size: int) -> Tokenizer:
     try:
         hf = AutoTokenizer.from_pretrained(str(source.directory), trust_remote_code=False)
     except Exception as error:
+        if not (source.directory / "tokenizer.json").exists():
+            raise LoadError(
+                f"{source.directory} has no tokenizer.json, and no other tokenizer that can be used"
+            ) from error
         raise LoadError(f"the tokenizer of {source.name} can't be loaded: {error}") from error
     if not hasattr(hf, "backend_tokenizer"):
         raise LoadError(f"{source.name} has no fast tokenizer (tokenizer.json)")
@@ -266,6 +286,8 @@ def _max_model_len(config: PretrainedConfig | GgufConfig, asked: int | None) -> 
         if asked is None:
             raise LoadError("the model's config has no length limit; set max_model_len")
         return asked
+    if config.max_position_embeddings < 1:
+        raise LoadError(f"max_position_embeddings in the model's config is {config.max_position_embeddings}")
     if asked is None:
         return int(config.max_position_embeddings)
     limit = position_limit(config)

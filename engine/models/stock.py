@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.models.files import Source
 from engine.models.gguf import ROPE_FACTORS, GgufFile
-from engine.models.weights import SAFETENSORS_INDEX, LoadError, SafetensorsCheckpoint, safetensors_files
+from engine.models.weights import SAFETENSORS_INDEX, LoadError, SafetensorsCheckpoint
 
 
 def stock_model(source: Source, config: PretrainedConfig, dtype: torch.dtype) -> Any:
@@ -29,12 +31,24 @@ def stock_model(source: Source, config: PretrainedConfig, dtype: torch.dtype) ->
     _check_quantisation(config)
     if source.gguf is not None:
         return _from_gguf(source, source.gguf, config, dtype)
-    files = set(safetensors_files(source.directory).values())  # names a broken file better than transformers
-    if len(files) > 1 and not (source.directory / SAFETENSORS_INDEX).exists():  # which transformers wants
-        checkpoint = SafetensorsCheckpoint(source.directory)
+    checkpoint = SafetensorsCheckpoint(source.directory)  # names a broken file better than transformers
+    if getattr(config, "quantization_config", None) is None:
+        checkpoint.check_plain()
+    if not _reads_shards_alike(source.directory, checkpoint):
         return _from_tensors({name: checkpoint.load(name, dtype) for name in checkpoint.names()}, source, config, dtype)
     made = partial(AutoModelForCausalLM.from_pretrained, str(source.directory), use_safetensors=True)
     return _load(made, source.name, config, dtype)
+
+
+def _reads_shards_alike(directory: Path, checkpoint: SafetensorsCheckpoint) -> bool:
+    """Tell whether transformers takes each tensor from the same file as `checkpoint` does.
+
+    It wants an index beside shards, with `metadata`, and takes a tensor that two shards hold from the later one.
+    """
+    if len(checkpoint.files) == 1:
+        return True
+    index = directory / SAFETENSORS_INDEX
+    return index.exists() and "metadata" in json.loads(index.read_bytes()) and not checkpoint.has_copies()
 
 
 def _from_tensors(tensors: dict[str, Tensor], source: Source, config: PretrainedConfig, dtype: torch.dtype) -> Any:
@@ -57,7 +71,8 @@ def _load(from_pretrained: Callable[..., Any], name: str, config: PretrainedConf
     except Exception as error:
         stated = getattr(config, "quantization_config", None)
         how = f" with quantization_config {stated}" if stated else ""
-        raise LoadError(f"transformers can't load {name}{how}: {error}") from error
+        reason = repr(error) if isinstance(error, KeyError) else str(error)
+        raise LoadError(f"transformers can't load {name}{how}: {reason}") from error
     _check_keys(info)
     return model
 

@@ -41,15 +41,38 @@ class SafetensorsCheckpoint:
         self._files = safetensors_files(directory)
         self._open: dict[Path, safe_open] = {}
 
+    @property
+    def files(self) -> set[Path]:
+        """The files that hold tensors."""
+        return set(self._files.values())
+
     def names(self) -> set[str]:
         return set(self._files)
 
-    def load(self, name: str, dtype: torch.dtype) -> Tensor:
-        path = self._files[name]
+    def has_copies(self) -> bool:
+        """Tell whether a tensor is in more than one file."""
+        return sum(len(_keys(path)) for path in self.files) > len(self._files)
+
+    def check_plain(self) -> None:
+        """Refuse numbers that mean something only together with a scale.
+
+        Raises:
+            LoadError: a weight is stored as integers.
+        """
+        for name in sorted(self._files):
+            kind: str = self._opened(self._files[name]).get_slice(name).get_dtype()  # type: ignore[no-untyped-call]
+            if name.endswith(".weight") and not kind.startswith(("F", "BF")):  # buffers may be integers
+                raise quantised(name, kind)
+
+    def _opened(self, path: Path) -> safe_open:
         if path not in self._open:
             self._open[path] = _open(path)
+        return self._open[path]
+
+    def load(self, name: str, dtype: torch.dtype) -> Tensor:
+        path = self._files[name]
         try:
-            tensor: Tensor = self._open[path].get_tensor(name)  # type: ignore[no-untyped-call]
+            tensor: Tensor = self._opened(path).get_tensor(name)  # type: ignore[no-untyped-call]
         except (SafetensorError, OSError, RuntimeError) as error:
             raise LoadError(f"{path}: tensor {name!r} can't be read: {error}") from error
         return tensor
@@ -147,6 +170,11 @@ def _open(path: Path) -> safe_open:
         raise LoadError(f"{path} can't be read: {error}") from error
 
 
+def quantised(name: str, kind: str) -> LoadError:
+    """Make the error of a tensor stored as integers."""
+    return LoadError(f"tensor {name!r} is stored as {kind}, a quantisation that is not read here")
+
+
 def check_not_pointer(path: Path) -> None:
     """
     Raises:
@@ -190,7 +218,7 @@ class ParameterStore:
         if tuple(tensor.shape) != shape:
             raise LoadError(f"tensor {name!r} has shape {list(tensor.shape)}; the config asks for {list(shape)}")
         if not tensor.is_floating_point():
-            raise LoadError(f"tensor {name!r} is stored as {tensor.dtype}, a quantisation that is not read here")
+            raise quantised(name, str(tensor.dtype).removeprefix("torch."))
         self._taken.add(name)
         self.num_parameters += tensor.numel()
         return tensor.to(device=self._device, dtype=dtype)

@@ -25,6 +25,8 @@ _ESCAPE = re.compile(
     r"|(?P<literal>[^A-Za-z0-9]))",
     re.DOTALL,
 )
+_REPEAT = re.compile(r"(?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})\??")
+"""How often the item before may come, as often as possible or (`?`) as seldom as possible."""
 _CLASS_SYNTAX = frozenset("[]&~^-\\")
 """Characters that may have a meaning inside a class of Rust's syntax."""
 
@@ -37,7 +39,8 @@ def translate(pattern: str) -> str:
     """Rewrite `pattern` for llguidance: `\\d`, `\\w` and `\\b` are ASCII, `\\s` and `.` are ECMA-262's.
 
     Raises:
-        PatternError: an escape that ECMA-262 does not know, a class without end, another flag than `i`.
+        PatternError: an escape that ECMA-262 does not know, a class without end, a repetition of a repetition, another
+            flag than `i`.
     """
     out: list[str] = []
     at = 0
@@ -52,6 +55,11 @@ def translate(pattern: str) -> str:
         elif char == ".":
             out.append(_NO_LINE_END)
             at += 1
+        elif (repeat := _REPEAT.match(pattern, at)) is not None:
+            out.append(repeat[0])
+            at = repeat.end()
+            if (again := _REPEAT.match(pattern, at)) is not None:
+                raise PatternError(f"{repeat[0]}{again[0]}: nothing to repeat")
         elif char == "(" and pattern.startswith("(?", at):
             text, at = _group(pattern, at)
             out.append(text)
@@ -59,6 +67,11 @@ def translate(pattern: str) -> str:
             out.append(char)
             at += 1
     return "".join(out)
+
+
+def exactly(text: str) -> str:
+    """Write a pattern of llguidance that matches this text alone."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
 def _escape(pattern: str, at: int) -> tuple[str, int]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from math import inf
 from typing import Any
 from urllib.parse import quote, unquote
 
 from engine.request import GrammarError
 from engine.sampling.formats import LENGTHS, PATTERNS
-from engine.sampling.patterns import PatternError, translate
+from engine.sampling.patterns import PatternError, exactly, translate
 
 Path = tuple[str, ...]
 
@@ -33,6 +34,8 @@ MAX_REFERENCES = 16
 """References in a chain that are followed to find out whether the schemas of a `oneOf` exclude one another."""
 MAX_STEPPED = 2**20
 """Largest integer to which `LEAST_STEP` can be added without losing digits."""
+MAX_COUNT = 2**31 - 1
+"""Largest length or number of items or properties that is counted; texts are far shorter."""
 _DRAFT = re.compile(r"https?://json-schema\.org/(draft-0[4-7]|draft/20(19-09|20-12))/schema#?")
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
 """Characters that a JSON string can only hold as `\\uXXXX`. Such escapes are never generated, since with them a
@@ -105,15 +108,22 @@ class _Walk:
         if not isinstance(schema, dict):
             raise _wrong(at, "a schema is an object, true or false")
         out: dict[str, Any] = {}
+        names: frozenset[str] | None = None
         for key, value in schema.items():
             handler = _KEYWORDS.get(key)
-            if handler is not None:
+            if key == "propertyNames":
+                names = self._property_names(value, schema, (*at, key))
+            elif handler is not None:
                 out[key] = handler(self, value, (*at, key))
             elif key not in ANNOTATIONS:
                 raise _wrong(at, f"{key} is not supported")
         self._check_identity(schema, at)
         _check_combinations(schema, at)
         _replace_format(out)
+        if names is not None:
+            values = out.get("additionalProperties", True)
+            out["patternProperties"] = {f"^(?:{'|'.join(map(exactly, sorted(names)))})$": values} if names else {}
+            out["additionalProperties"] = False
         if any(key in out for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")):
             self._bounded.append((at, out))
         if "oneOf" in out and self._exclude_one_another(schema["oneOf"]):
@@ -136,6 +146,30 @@ class _Walk:
                     raise _wrong(at, f"{bound} as an exclusive bound less than 1 from another is not supported")
                 out.pop(f"exclusive{low.title()}")
                 out[low] = max(out.get(low, bound) * up, bound * up + LEAST_STEP) * up
+
+    def _property_names(self, names: Any, schema: dict[str, Any], at: Path) -> frozenset[str] | None:
+        """Check `propertyNames`; returns the names that it lists, None if it allows every name.
+
+        Raises:
+            GrammarError: it is anything but `type: string` or a list of names in a schema without other names.
+        """
+        self.schema(names, at)
+        found = names
+        for _ in range(MAX_REFERENCES):
+            if isinstance(found, dict) and found.keys() - ANNOTATIONS == {"$ref"}:
+                found = self._resolve(found["$ref"])
+        rest = {} if found is True else found
+        if not isinstance(rest, dict) or "string" not in _listed(rest.get("type", "string")):
+            rest = {"type": None}
+        keys = rest.keys() - ANNOTATIONS - {"type"}
+        if not keys and rest.get("type", "string") is not None:
+            return None
+        words = self._words(rest, 0) if len(keys) == 1 and keys <= {"const", "enum"} else None
+        if words is None:
+            raise _wrong(at, "is supported as type string or as a list of names (enum, const) only")
+        if "properties" in schema or "patternProperties" in schema:
+            raise _wrong(at, "a list of names is not supported beside properties or patternProperties")
+        return words
 
     def _exclude_one_another(self, branches: list[Any]) -> bool:
         """Tell whether no value is valid under two of these schemas, as far as their types and constants show it.
@@ -253,7 +287,7 @@ class _Walk:
             raise _wrong(at, str(error)) from None
 
     def type_(self, value: Any, at: Path) -> Any:
-        for one in value if isinstance(value, list) else [value]:
+        for one in _listed(value):
             if one not in TYPES:
                 raise _wrong(at, f"{one!r} is not one of {', '.join(TYPES)}")
         return value
@@ -299,12 +333,14 @@ class _Walk:
         return value
 
     def count(self, value: Any, at: Path) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf or value != int(value):
             raise _wrong(at, "must be an integer of at least 0")
-        return int(value)
+        if value > MAX_COUNT and at[-1].startswith("min"):
+            raise _wrong(at, f"must be at most {MAX_COUNT}")
+        return min(int(value), MAX_COUNT)
 
     def format_(self, value: Any, at: Path) -> str:
-        if value not in PATTERNS:
+        if not isinstance(value, str) or value not in PATTERNS:
             raise _wrong(at, f"{value!r} is not one of {', '.join(sorted(PATTERNS))}")
         return str(value)
 
@@ -352,6 +388,10 @@ def _check_combinations(schema: dict[str, Any], at: Path) -> None:
     if least > sure + 1:
         # A grammar cannot tell keys that it has seen: the same key twice would count twice.
         raise _wrong(at, f"minProperties above the number of required properties + 1 ({sure + 1}) is not supported")
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _bounds(schema: dict[str, Any], name: str) -> list[float]:

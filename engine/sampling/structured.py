@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.request import GrammarError, GrammarUndecided
 from engine.sampling.guard import Guard, GuardFailed, compile_source
-from engine.sampling.patterns import translate
+from engine.sampling.patterns import exactly, translate
 from engine.sampling.schema import prepare
 
 if TYPE_CHECKING:
@@ -196,18 +196,13 @@ def _source(kind: Kind, spec: Any) -> str:
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(translate(spec))
         case "choice":
-            return llguidance.LLMatcher.grammar_from_regex("|".join(f"({_literal(option)})" for option in spec))
+            return llguidance.LLMatcher.grammar_from_regex("|".join(f"({exactly(option)})" for option in spec))
         case "grammar":
             return llguidance.grammar_from("grammar", spec)
 
 
 def _json_source(schema: dict[str, Any]) -> str:
     return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
-
-
-def _literal(text: str) -> str:
-    """A pattern of this text alone."""
-    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
 def explain(problem: str) -> str:

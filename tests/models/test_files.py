@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.config import ModelOptions
@@ -115,6 +115,16 @@ class TestShards:
         (shards / "model.safetensors.index.json").write_text(index)
         refused(shards, "model.safetensors.index.json", backend=backend)
 
+    def test_a_tensor_in_two_shards_is_that_of_the_index(self, model: Path, shards: Path, backend: str) -> None:
+        first, second = sorted(shards.glob("*.safetensors"))[:2]
+        name, tensor = next(iter(load_file(first).items()))
+        save_file(load_file(second) | {name: tensor * 3}, second, metadata={"format": "pt"})
+        assert torch.allclose(logits(load(shards, backend=backend)), logits(load(model)), atol=1e-4)
+
+    def test_an_index_needs_no_metadata(self, model: Path, shards: Path, backend: str) -> None:
+        edit(shards / "model.safetensors.index.json", lambda index: index.pop("metadata"))
+        assert torch.allclose(logits(load(shards, backend=backend)), logits(load(model)), atol=1e-4)
+
     def test_one_that_is_cut_off_is_named(self, shards: Path, backend: str) -> None:
         shard = next(shards.glob("model-00002-*"))
         shard.write_bytes(shard.read_bytes()[:-100])
@@ -146,7 +156,43 @@ def test_directories_without_a_model_say_what_they_lack(tmp_path: Path) -> None:
     refused(tmp_path / "other", "no config.json")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("rope_scaling", {"rope_type": "linear", "factor": 0}, "rope settings"),
+        ("rope_scaling", {"rope_type": "linear", "factor": -2}, "rope settings"),
+        ("rope_scaling", {"rope_type": "linear", "factor": "2"}, "rope settings"),
+        ("rope_scaling", {"rope_type": "foo"}, "rope type 'foo'"),
+        ("rope_theta", "many", "rope settings"),
+        ("max_position_embeddings", 0, "max_position_embeddings"),
+        ("num_key_value_heads", 0, "KV heads"),
+        ("rms_norm_eps", -1.0, "rms_norm_eps"),
+    ],
+)
+def test_a_config_whose_numbers_make_no_sense_is_refused(model: Path, key: str, value: Any, named: str) -> None:
+    def change(config: dict[str, Any]) -> None:
+        del config["rope_parameters"]
+        config[key] = value
+
+    edit(model / "config.json", change)
+    refused(model, named)
+
+
+def test_a_directory_without_a_tokenizer_says_so(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    refused(model, "has no tokenizer.json")
+
+
 class TestQuantisation:
+    @BACKENDS
+    def test_weights_of_integers_without_a_scale_are_refused(self, model: Path, backend: str) -> None:
+        tensors = load_file(model / "model.safetensors")
+        name = "model.layers.0.mlp.up_proj.weight"
+        save_file(
+            tensors | {name: tensors[name].to(torch.int8)}, model / "model.safetensors", metadata={"format": "pt"}
+        )
+        refused(model, name, "quantisation", backend=backend)
+
     @BACKENDS
     @pytest.mark.parametrize("stated", [{"quant_method": "future", "bits": 4}, {"bits": 4}, {}])
     def test_an_unknown_method_is_refused_though_the_weights_are_plain(
@@ -362,6 +408,8 @@ class TestGgufFiles:
             ("block_count", 2.5),
             ("block_count", 4),
             ("context_length", 0),
+            ("rope.scaling.factor", -2.0),
+            ("rope.scaling.factor", float("inf")),
             ("embedding_length", 65),
             ("feed_forward_length", -1),
         ],
