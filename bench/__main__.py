@@ -140,7 +140,7 @@ def attention(
     kinds = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     if dtype not in kinds:
         raise typer.BadParameter(f"--dtype is bfloat16 or float32, not {dtype!r}")
-    print(f"{_machine()}; {native.instruction_set()}; {dtype}")
+    print(f"{_machine()}; {_instruction_set()}; {dtype}")
     print(attention_bench.HEADER)
     backends = ("cpu", "reference") if reference else ("cpu",)
     for case in attention_bench.cases():
@@ -158,6 +158,12 @@ def _engine(options: dict[str, str]) -> EngineLike:
 
 def _command_line(options: dict[str, str]) -> list[str]:
     return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
+
+
+def _instruction_set() -> str:
+    """Return the instruction set that the compiled kernels use on this CPU; `none` without compiled kernels."""
+    library, names = native.library(), native.INSTRUCTION_SETS
+    return names[library.tm_choose(len(names))] if library is not None else names[0]
 
 
 def _machine() -> str:

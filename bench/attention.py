@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.attention import AttentionBackend, AttentionBatch, CacheSpec, get_backend
+from kernels.attention import get_backend
+from kernels.attention.base import AttentionBackend, AttentionBatch, CacheSpec
 from kernels.linear import Linear
 
 _BLOCK = 16

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.attention import CacheSpec, backend_names
+from kernels.attention import backend_names
+from kernels.attention.base import CacheSpec
 
 if TYPE_CHECKING:
     from engine.engine import Engine

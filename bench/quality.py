@@ -12,7 +12,8 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.config import ModelOptions
 from engine.models.loading import LoadedModel, load_model
-from kernels.attention import AttentionBatch, get_backend
+from kernels.attention import get_backend
+from kernels.attention.base import AttentionBatch
 
 _BLOCK = 16
 

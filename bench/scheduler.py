@@ -9,16 +9,14 @@ from engine.config import EngineConfig
 from engine.request import Request, SamplingParams
 from engine.sampling.text import TextStream
 from engine.scheduling.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.sequence import RequestState, Sequence
 
 
-def _request(number: int, prompt: int, output: int) -> Request:
-    made = Request(
-        str(number), [1 + (number * 7919 + i) % 30_000 for i in range(prompt)], SamplingParams(max_tokens=output)
-    )
-    made.arrival, made.turn = number, float(number)
-    made.sequences = [Sequence(made, 0, TextStream(lambda token, skip: b""))]
-    return made
+def _request(number: int, prompt: int, output: int) -> RequestState:
+    ids = [1 + (number * 7919 + i) % 30_000 for i in range(prompt)]
+    state = RequestState(Request(str(number), ids, SamplingParams(max_tokens=output)), number, float(number))
+    state.sequences = [Sequence(state, 0, TextStream(lambda token, skip: b""))]
+    return state
 
 
 def step_times(running: int, waiting: int, steps: int = 400, block_size: int = 16) -> list[float]:

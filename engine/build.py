@@ -16,7 +16,8 @@ from engine.models.loading import ASKED_FOR, LoadedModel, load_model
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.scheduling.policy import PreemptionCost
-from kernels.attention import AttentionBackend, get_backend
+from kernels.attention import AUTO, get_backend
+from kernels.attention.base import AttentionBackend
 
 log = structlog.get_logger()
 
@@ -36,8 +37,8 @@ class CacheOptions:
     """Memory of the host tier; None takes what suits the machine, see `engine.memory`."""
     swap_file: str | None = None
     """Keep the host tier in this file, memory-mapped, instead of in anonymous memory."""
-    attention: str = "auto"
-    """Name of an attention backend; `auto` takes the best that runs the model here."""
+    attention: str = AUTO
+    """Name of an attention backend, see `kernels.attention`."""
 
 
 def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions) -> tuple[Engine, LoadedModel]:

@@ -13,7 +13,7 @@ from engine.runner import Runner
 from engine.sampling.text import TextStream, TokenBytes
 from engine.scheduling.plan import Plan, Slice
 from engine.scheduling.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.sequence import RequestState, Sequence
 
 CANARY_ID = "canary"
 CANARY_TOKENS = 4
@@ -36,7 +36,7 @@ class Canary:
         for temperature in TEMPERATURES:
             params = SamplingParams(max_tokens=CANARY_TOKENS, temperature=temperature, seed=0, ignore_eos=True)
             request = Request(CANARY_ID, self._prompt, params)
-            seq = Sequence(request, 0, TextStream(self._token_bytes))
+            seq = Sequence(RequestState(request), 0, TextStream(self._token_bytes))
             try:
                 wrong = self._generate(seq)
             except BaseException as error:  # noqa: BLE001 - a panic of the Rust tokenizer is no Exception

@@ -1,4 +1,5 @@
-"""Every knob of the engine, once. The worker's settings build this; nothing below the engine reads the environment."""
+"""Every option of the engine and its default. The worker's settings build these; nothing in the engine reads the
+environment. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -58,3 +59,7 @@ class EngineConfig:
     def capacity(self) -> int:
         """The longest sequence that can ever finish, in tokens: what the model allows and the whole pool holds."""
         return min(self.max_model_len, self.num_blocks * self.block_size)
+
+
+DEFAULTS = EngineConfig()
+"""The defaults, for the command line; a value that is set nowhere else has its only home above."""

@@ -23,7 +23,7 @@ from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.plan import Plan
 from engine.scheduling.policy import PreemptionCost
 from engine.scheduling.scheduler import Scheduler
-from engine.sequence import FinishReason, Sequence, SequenceStatus
+from engine.sequence import FinishReason, RequestState, Sequence, SequenceStatus
 
 log = structlog.get_logger()
 
@@ -89,12 +89,9 @@ class Engine:
         self._num_ids = num_ids
         self._eos = eos_token_ids
         self._clock = clock
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, RequestState] = {}
         self._endings: dict[str, _Ending] = {}
         self._deadlines = Deadlines()
-        self._gated: set[str] = set()
-        """Ids of requests that were passed to the gate."""
-        self._on_hold: set[str] = set()
         self.waits = False
         """Whether the last step computed nothing because every request that could run is on hold."""
         self._canary = Canary(self.scheduler, runner, token_bytes, canary)
@@ -102,8 +99,6 @@ class Engine:
         self._suspects: deque[str] = deque()
         """Ids of the requests of a step that raised. Each of the next steps runs one of these requests alone, to find
         the one that causes the error."""
-        self._failed_alone: set[str] = set()
-        """Ids of requests that ran alone in a step that raised. If such a step raises again, the request fails."""
         self._in_doubt = False
         """Whether to run the canary at the end of this step."""
         self._arrivals = 0
@@ -157,8 +152,13 @@ class Engine:
                 f"{self.config.capacity} tokens that this worker can hold for one sequence"
             )
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, turn: float | None = None) -> None:
         """Validate a request, create one WAITING sequence for each of its choices and queue them.
+
+        Args:
+            request: what is asked for.
+            turn: the `turn` of a request that was dropped and is added again, so that it keeps its place in the order
+                of service; None: the request arrives now.
 
         Raises:
             InvalidRequest, PromptTooLong: as in `validate`.
@@ -167,31 +167,34 @@ class Engine:
         self.validate(request)
         if request.id in self._requests:
             raise InvalidRequest(f"id: a request {request.id!r} is still being worked on")
-        request.arrival = self._arrivals
-        request.turn = self._turn(request)
+        state = RequestState(request, self._arrivals, self._new_turn(request, turn))
         self._arrivals += 1
-        self._requests[request.id] = request
+        self._requests[request.id] = state
         params = request.params
-        request.sequences = [
-            Sequence(request, index, TextStream(self._token_bytes, params.stop, params.skip_special_tokens))
+        state.sequences = [
+            Sequence(state, index, TextStream(self._token_bytes, params.stop, params.skip_special_tokens))
             for index in range(params.n)
         ]
-        self.scheduler.add(request)
-        self._deadlines.add(request)
+        self.scheduler.add(state)
+        self._deadlines.add(state)
 
-    def _turn(self, request: Request) -> float:
+    def turn(self, request_id: str) -> float | None:
+        """Return the sort key of a request in the order of service, in seconds; None for an unknown id."""
+        state = self._requests.get(request_id)
+        return None if state is None else state.turn
+
+    def _new_turn(self, request: Request, earlier: float | None) -> float:
         """Return the request's sort key in seconds: its arrival time plus `aging_seconds` for each lower lane.
 
         A request that comes late (for example after a retry) must not wait behind requests with a higher `place` in its
         lane, so its key is at most the lowest of theirs.
         """
-        now = self._clock() + request.priority * self.config.aging_seconds
-        turn = now if request.turn is None else request.turn
+        turn = self._clock() + request.priority * self.config.aging_seconds if earlier is None else earlier
         if request.place >= self._furthest.get(request.priority, (0, 0)):
             self._furthest[request.priority] = request.place
             return turn
-        lane = (seq.request for seq in self.scheduler.waiting if seq.request.priority == request.priority)
-        return min([turn, *(other.turn or turn for other in lane if other.place > request.place)])
+        lane = (seq for seq in self.scheduler.waiting if seq.request.priority == request.priority)
+        return min([turn, *(seq.state.turn for seq in lane if seq.request.place > request.place)])
 
     def cancel(self, request_id: str) -> None:
         """End a request and keep its partial output; the next `step` returns its `Finished`. Ignore unknown ids."""
@@ -208,7 +211,6 @@ class Engine:
         """
         if request_id in self._requests:
             self._requests[request_id].on_hold = True
-            self._on_hold.add(request_id)
 
     def release(self, request_id: str) -> bool:
         """Let a request run that was on hold.
@@ -216,10 +218,10 @@ class Engine:
         Returns:
             False if the request is not on hold, has ended, or ends with the next step.
         """
-        if request_id not in self._on_hold:
+        state = self._requests.get(request_id)
+        if state is None or not state.on_hold:
             return False
-        self._on_hold.discard(request_id)
-        self._requests[request_id].on_hold = False
+        state.on_hold = False
         return request_id not in self._endings
 
     def _end_soon(self, request_id: str, ending: _Ending) -> None:
@@ -296,16 +298,18 @@ class Engine:
             if suspect and not plan.slices:
                 self._suspects.popleft()  # other requests hold the blocks that it needs, so these must run first
                 continue
-            new = {s.request.id: s.request for s in plan.admitted if s.request.id not in self._gated}
+            new = list(dict.fromkeys(seq.state for seq in plan.admitted if not seq.state.gated))
             if new and self.gate is not None:
-                self._gated.update(new)
-                self.gate(list(new.values()))
+                for state in new:
+                    state.gated = True
+                self.gate([state.request for state in new])
                 self._apply_endings(deltas, finished)
                 plan = plan.runnable()
-            self.waits = bool(self._on_hold) and not (plan.slices or plan.preempted or plan.moves)
+            idle = not (plan.slices or plan.preempted or plan.moves)
+            self.waits = idle and any(state.on_hold for state in self._requests.values())
             return plan
 
-    def _next_suspect(self) -> Request | None:
+    def _next_suspect(self) -> RequestState | None:
         """Return the first suspect that has not ended, and forget those before it."""
         while self._suspects and self._suspects[0] not in self._requests:
             self._suspects.popleft()
@@ -324,7 +328,8 @@ class Engine:
             self._blame(plan, error)
             return None
         if self._suspects:
-            self._failed_alone.discard(self._suspects.popleft())
+            self._suspects.popleft()
+            plan.slices[0].seq.state.failed_alone = False
         return sampled
 
     def _blame(self, plan: Plan, error: Exception) -> None:
@@ -336,21 +341,22 @@ class Engine:
         * One request, second time: it fails.
         """
         memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        requests = list(dict.fromkeys(piece.seq.request.id for piece in plan.slices))
+        states = list(dict.fromkeys(piece.seq.state for piece in plan.slices))
+        ids = [state.request.id for state in states]
         if memory and plan.num_tokens > 1:
             self.scheduler.shrink(plan)
             return
-        if len(requests) > 1:
-            self._suspects.extend(r for r in requests if r not in self._suspects)
+        if len(ids) > 1:
+            self._suspects.extend(i for i in ids if i not in self._suspects)
             return
-        if requests[0] not in self._failed_alone:  # the error may be transient
-            self._failed_alone.add(requests[0])
+        if not states[0].failed_alone:  # the error may be transient
+            states[0].failed_alone = True
             self._in_doubt = True
-            if requests[0] not in self._suspects:
-                self._suspects.appendleft(requests[0])
+            if ids[0] not in self._suspects:
+                self._suspects.appendleft(ids[0])
             return
         fault = Fault.OUT_OF_MEMORY if memory else Fault.INTERNAL
-        self._end_soon(requests[0], _Ending(Outcome.FAILED, fault, f"{type(error).__name__}: {error}"))
+        self._end_soon(ids[0], _Ending(Outcome.FAILED, fault, f"{type(error).__name__}: {error}"))
 
     def _commit(self, plan: Plan, sampled: Sampled, deltas: list[Delta], finished: list[Finished]) -> None:
         for piece in plan.slices:
@@ -383,7 +389,7 @@ class Engine:
             if seq.finish_reason is not None:
                 self.scheduler.lengths.learn(seq.num_output_tokens)
                 self._retire(seq, SequenceStatus.FINISHED)
-                self._close(seq.request, Outcome.SUCCEEDED, None, None, finished)
+                self._close(seq.state, Outcome.SUCCEEDED, None, None, finished)
 
     # ── a sampled token ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -427,18 +433,18 @@ class Engine:
         """End the requests that were cancelled, dropped, expired or failed since the last call."""
         while self._endings:
             request_id, ending = self._endings.popitem()
-            request = self._requests.get(request_id)
-            if request is None:
+            state = self._requests.get(request_id)
+            if state is None:
                 continue
             status, reason = _FORCED.get(ending.outcome or Outcome.CANCELLED, _FORCED[Outcome.CANCELLED])
-            for seq in request.sequences:
+            for seq in state.sequences:
                 if not seq.status.ended:
                     seq.finish_reason = reason
                     with contextlib.suppress(BaseException):  # text that cannot be decoded is left out
                         seq.text.finish()
                     self._flush(seq, deltas)
                     self._retire(seq, status)
-            self._close(request, ending.outcome, ending.fault, ending.message, finished)
+            self._close(state, ending.outcome, ending.fault, ending.message, finished)
 
     def _retire(self, seq: Sequence, status: SequenceStatus) -> None:
         """Free the blocks and the sampler state of a sequence that ends."""
@@ -447,20 +453,18 @@ class Engine:
 
     def _close(
         self,
-        request: Request,
+        state: RequestState,
         outcome: Outcome | None,
         fault: Fault | None,
         message: str | None,
         finished: list[Finished],
     ) -> None:
         """If all choices of a request have ended, forget the request and append its `Finished`."""
-        if not all(seq.status.ended for seq in request.sequences):
+        if not all(seq.status.ended for seq in state.sequences):
             return
+        request = state.request
         del self._requests[request.id]
         self._endings.pop(request.id, None)
-        self._gated.discard(request.id)
-        self._on_hold.discard(request.id)
-        self._failed_alone.discard(request.id)
         if not self._requests:
             self._deadlines.clear()
         if outcome is not None:
@@ -468,10 +472,10 @@ class Engine:
                 Finished(
                     request_id=request.id,
                     outcome=outcome,
-                    choices=tuple(_result(seq) for seq in request.sequences),
+                    choices=tuple(_result(seq) for seq in state.sequences),
                     prompt_tokens=len(request.prompt),
-                    completion_tokens=sum(seq.num_output_tokens for seq in request.sequences),
-                    cached_tokens=request.sequences[0].num_cached_tokens or 0,
+                    completion_tokens=sum(seq.num_output_tokens for seq in state.sequences),
+                    cached_tokens=state.sequences[0].num_cached_tokens or 0,
                     fault=fault,
                     message=message,
                 )
@@ -504,13 +508,13 @@ class Engine:
         Raises:
             engine.scheduling.block_pool.IntegrityError: a block leaked, or a sequence is in the wrong queue.
         """
-        live = (seq for request in self._requests.values() for seq in request.sequences if not seq.status.ended)
+        live = (seq for state in self._requests.values() for seq in state.sequences if not seq.status.ended)
         self.scheduler.check_integrity(live)
 
 
 def _result(seq: Sequence) -> ChoiceResult:
     sent = seq.num_sent_tokens
-    prompt = seq.request.sequences[0].prompt_logprobs
+    prompt = seq.state.sequences[0].prompt_logprobs
     return ChoiceResult(
         index=seq.index,
         text=seq.text.text,

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import enum
 import itertools
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from engine.request import Request
 
 if TYPE_CHECKING:
     from engine.outputs import TokenLogprobs
-    from engine.request import Request
     from engine.sampling.structured import Matcher
     from engine.sampling.text import TextStream
 
@@ -67,6 +69,28 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+Rank = tuple[float, tuple[int, int], int, int]
+
+
+@dataclass(eq=False, slots=True)
+class RequestState:
+    """The engine's record of an accepted request, from `Engine.add` until the request ends."""
+
+    request: Request
+    arrival: int = 0
+    """Number of requests that the engine accepted before this one."""
+    turn: float = 0.0
+    """Sort key for scheduling, in seconds: arrival time plus `EngineConfig.aging_seconds` for each lower lane."""
+    sequences: list[Sequence] = field(default_factory=list)
+    """One for each choice, in the order of the choices."""
+    gated: bool = False
+    """Whether the request was passed to `Engine.gate`."""
+    on_hold: bool = False
+    """Whether the request waits for the gate's answer; no token of it is computed then, see `Engine.hold`."""
+    failed_alone: bool = False
+    """Whether the request ran alone in a step that raised. If such a step raises again, the request fails."""
+
+
 class Sequence:
     """The state of one choice.
 
@@ -91,7 +115,9 @@ class Sequence:
         "num_sent_tokens",
         "overtaken",
         "prompt_logprobs",
+        "rank",
         "request",
+        "state",
         "status",
         "stop",
         "text",
@@ -99,12 +125,16 @@ class Sequence:
         "uid",
     )
 
-    def __init__(self, request: Request, index: int, text: TextStream) -> None:
+    def __init__(self, state: RequestState, index: int, text: TextStream) -> None:
+        request = state.request
         self.uid: int = next(Sequence._uids)
         """Unique in this process; keys sampler rows and block owners."""
         self.request = request
+        self.state = state
         self.index = index
         """Which choice of the request this is, from 0."""
+        self.rank: Rank = (state.turn, request.place, state.arrival, index)
+        """Order of service: the lowest rank is served first. Unique, and the same before and after a preemption."""
         self.tokens: list[int] = list(request.prompt)
         """Prompt ids, then output ids; append-only."""
         self.num_prompt_tokens = len(self.tokens)

@@ -164,12 +164,6 @@ def missing() -> str:
     return _load()[1]
 
 
-def instruction_set() -> str:
-    """Which build of the kernels runs here: one of `INSTRUCTION_SETS`."""
-    found = library()
-    return INSTRUCTION_SETS[found.tm_choose(len(INSTRUCTION_SETS))] if found else "none"
-
-
 def _path() -> Path | None:
     folder = Path(__file__).parent
     return next((p for suffix in EXTENSION_SUFFIXES if (p := folder / f"_native{suffix}").is_file()), None)

@@ -33,7 +33,8 @@ class EngineLike(Protocol):
     def check(self) -> None: ...
     def limit_tokens(self, prompt_tokens: int, asked: int | None) -> int: ...
     def validate(self, request: Request) -> None: ...
-    def add(self, request: Request) -> None: ...
+    def add(self, request: Request, turn: float | None = None) -> None: ...
+    def turn(self, request_id: str) -> float | None: ...
     def cancel(self, request_id: str) -> None: ...
     def drop(self, request_id: str) -> None: ...
     def hold(self, request_id: str) -> None: ...
@@ -48,6 +49,8 @@ class Add:
     """Run this; it was validated."""
 
     request: Request
+    turn: float | None = None
+    """Place in the order of service of a request that was deferred, see `Engine.add`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ class EngineLoop:
         self.ticked_at = time.monotonic()
         """When it last looked for something to do."""
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._later: list[Request] = []
+        self._later: list[Add] = []
         self._later_at = 0.0
         self._stop = stop
         self._dirty = False
@@ -114,7 +117,7 @@ class EngineLoop:
         """Add this again within `seconds`; called by the gate, on the engine's own thread."""
         if not self._later:
             self._later_at = time.monotonic() + seconds
-        self._later.append(request)
+        self._later.append(Add(request, self.engine.turn(request.id)))
 
     def check(self) -> None:
         """Run the engine's canary.
@@ -170,8 +173,8 @@ class EngineLoop:
         """Apply all messages there are; sleep for one when there is nothing to compute."""
         if self._later and time.monotonic() >= self._later_at:
             later, self._later = self._later, []
-            for request in later:
-                self._apply(Add(request))
+            for add in later:
+                self._apply(add)
         idle = wait and not self._dirty and (self.engine.waits or not self.engine.has_work)
         most = HELD_SECONDS if self.engine.has_work else TICK_SECONDS
         until = self._later_at - time.monotonic() if self._later else most
@@ -186,9 +189,9 @@ class EngineLoop:
 
     def _apply(self, message: Message) -> None:
         match message:
-            case Add(request):
+            case Add(request, turn):
                 try:
-                    self.engine.add(request)
+                    self.engine.add(request, turn)
                 except RequestError as error:
                     self.give(Answer.of(request.id, JobError(ErrorCode.INVALID_REQUEST, str(error))))
             case Cancel(handle):
@@ -203,9 +206,9 @@ class EngineLoop:
 
     def _recall(self, handle: str) -> None:
         """Give the engine a deferred request back at once, so that it can end it."""
-        for request in [r for r in self._later if r.id == handle]:
-            self._later.remove(request)
-            self.engine.add(request)
+        for add in [add for add in self._later if add.request.id == handle]:
+            self._later.remove(add)
+            self.engine.add(add.request, add.turn)
 
     def give(self, output: Output) -> None:
         """Hand an output to the publisher, without waiting for it. From any thread."""

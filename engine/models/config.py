@@ -236,6 +236,10 @@ class _Family:
     """The key that names the activation, and the one that is computed."""
     only: tuple[tuple[str, Any], ...] = ()
     """Keys that may be there with this value or none."""
+    partial_rotary: bool = False
+    """Whether `translate` reads `partial_rotary_factor`: only the first numbers of each head are rotated."""
+    ropes_by_layer_type: bool = False
+    """Whether `rope_parameters` holds one rope for each type of layer."""
 
 
 def _llama(config: PretrainedConfig) -> dict[str, Any]:
@@ -360,6 +364,7 @@ _FAMILIES: dict[str, _Family] = {
             ("full_attn_mod", 1),
             ("interpolate_factor", 1),
         ),
+        partial_rotary=True,
     ),
     "granite": _Family(
         {
@@ -385,6 +390,7 @@ _FAMILIES: dict[str, _Family] = {
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         # transformers does not hand this soft-cap to its attention; which of the two is meant is not for us to say.
         only=(("use_bidirectional_attention", False), ("attn_logit_softcapping", None)),
+        ropes_by_layer_type=True,
     ),
 }
 
@@ -411,8 +417,8 @@ def _check_known(config: PretrainedConfig, family: _Family) -> None:
     if getattr(config, activation) != computed:
         raise Unsupported(f"activation {getattr(config, activation)!r}")
     rope = config.rope_parameters or {}
-    for one in rope.values() if config.model_type == "gemma3_text" else (rope,):
-        _check_rope(one, partial=config.model_type == "phi3")
+    for parameters in rope.values() if family.ropes_by_layer_type else (rope,):
+        _check_rope(parameters, partial=family.partial_rotary)
 
 
 def _short(value: object) -> str:

@@ -14,13 +14,10 @@ from torch import Tensor
 
 from engine.models.config import Unsupported
 from engine.models.dequantize import dequantize
-from engine.models.gguf_config import GgufConfig, read_config
+from engine.models.gguf_config import ARCHITECTURES, Architecture, GgufConfig, read_config
 from engine.models.gguf_reader import GgufTensor, read_gguf
 from engine.models.gguf_tokenizer import GgufTokenizer, Vocabulary
 from engine.models.weights import LoadError
-
-_PERMUTED = {"llama", "smollm3", "granite"}
-"""Architectures whose q and k rows llama.cpp stores with the two halves of a head interleaved."""
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
@@ -36,19 +33,6 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_AFTER = {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_GEMMA = {**_AFTER, "ffn_norm": "pre_feedforward_layernorm"}
-_DIFFERENT: dict[str, dict[str, str]] = {
-    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-    "qwen3moe": {"ffn_gate_inp": "mlp.gate"},
-    "olmo2": _AFTER,
-    "gemma2": _GEMMA,
-    "gemma3": _GEMMA,
-}
-"""What an architecture has besides `_BLOCK`, or in its place."""
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """One tensor for all experts of a layer."""
 NO_MODELS = {"clip"}
@@ -70,6 +54,8 @@ class GgufFile:
         contents = read_gguf(path)
         self._metadata = contents.metadata
         self.architecture = str(self.field("general.architecture"))
+        self.family = ARCHITECTURES.get(self.architecture)
+        """The entry of the architecture; None: it is not known, and `config` raises."""
         if (kind := self.field("general.type", "model")) != "model" or self.architecture in NO_MODELS:
             raise LoadError(
                 f"{path} holds no language model (its type is {kind!r}, architecture {self.architecture!r})"
@@ -77,7 +63,7 @@ class GgufFile:
         self._tensors: dict[str, tuple[GgufTensor, int | None]] = {}
         """By Hugging Face name: a tensor, and which of its slices, if it is a stack of experts."""
         for tensor in contents.tensors:
-            for name, entry in _entries(tensor, self.architecture).items():
+            for name, entry in _entries(tensor, self.family).items():
                 if name in self._tensors:
                     raise LoadError(f"{path} holds tensor {name!r} twice")
                 self._tensors[name] = entry
@@ -94,14 +80,15 @@ class GgufFile:
 
     def load(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         tensor, part = self._tensors[name]
-        if self.architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
-            # The format holds what Gemma's norms multiply with, a checkpoint that less 1.
-            return (dequantize(tensor, part, torch.float32) - 1).to(dtype)
+        family = self.family
+        if family is not None and family.norms_less and name.endswith("norm.weight"):
+            return (dequantize(tensor, part, torch.float32) - family.norms_less).to(dtype)
         weight = dequantize(tensor, part, dtype)
-        if self.architecture in _PERMUTED and ".self_attn.q_proj." in name:
-            return self._unpermute(name, weight, self.hyper("attention.head_count"))
-        if self.architecture in _PERMUTED and ".self_attn.k_proj." in name:
-            return self._unpermute(name, weight, self.kv_heads)
+        if family is not None and family.permuted:
+            if ".self_attn.q_proj." in name:
+                return self._unpermute(name, weight, self.hyper("attention.head_count"))
+            if ".self_attn.k_proj." in name:
+                return self._unpermute(name, weight, self.kv_heads)
         return weight
 
     def _unpermute(self, name: str, weight: Tensor, heads: int) -> Tensor:
@@ -179,22 +166,22 @@ class GgufFile:
         return self._tensors["model.embed_tokens.weight"][0].shape[0]
 
 
-def _entries(tensor: GgufTensor, architecture: str) -> dict[str, tuple[GgufTensor, int | None]]:
+def _entries(tensor: GgufTensor, family: Architecture | None) -> dict[str, tuple[GgufTensor, int | None]]:
     """A tensor under its Hugging Face name, or each slice of a stack of experts under its own."""
     parts = tensor.name.split(".")
     if len(parts) == 4 and parts[0] == "blk" and parts[2] in _EXPERTS:
         prefix, suffix = f"model.layers.{parts[1]}.mlp.experts", f"{_EXPERTS[parts[2]]}.{parts[3]}"
         return {f"{prefix}.{i}.{suffix}": (tensor, i) for i in range(tensor.shape[0])}
-    return {_hf_name(tensor.name, architecture): (tensor, None)}
+    return {_hf_name(tensor.name, family): (tensor, None)}
 
 
-def _hf_name(name: str, architecture: str) -> str:
+def _hf_name(name: str, family: Architecture | None) -> str:
     """`blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`; unknown names stay as they are."""
     stem, _, kind = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
     parts = stem.split(".", 2)
-    block = _BLOCK | _DIFFERENT.get(architecture, {})
+    block = _BLOCK if family is None else {**_BLOCK, **family.tensors}
     if len(parts) == 3 and parts[0] == "blk" and parts[2] in block:
         return f"model.layers.{parts[1]}.{block[parts[2]]}.{kind}"
     return name

@@ -7,8 +7,8 @@ held here too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from engine.models.config import Unsupported
@@ -110,15 +110,15 @@ def read_config(file: GgufFile) -> GgufConfig:
         Unsupported: an architecture or a key that is not understood.
         LoadError: a key is missing, or they don't go together.
     """
-    if file.architecture not in _ARCHITECTURES:
+    if file.architecture not in ARCHITECTURES:
         raise Unsupported(f"GGUF architecture {file.architecture!r} is not read; take the model's safetensors")
     try:
-        return GgufConfig(*_read(file, _ARCHITECTURES[file.architecture]))
+        return GgufConfig(*_read(file, ARCHITECTURES[file.architecture]))
     except (ArithmeticError, ValueError, TypeError, LookupError) as error:
         raise LoadError(f"the metadata of {file.path} makes no config: {error!r}") from error
 
 
-def _read(file: GgufFile, architecture: _Architecture) -> tuple[str, Values]:
+def _read(file: GgufFile, architecture: Architecture) -> tuple[str, Values]:
     heads, hidden = file.count("attention.head_count"), file.count("embedding_length")
     head_dim = file.count("attention.key_length", hidden // heads)
     _check_metadata(file, architecture, head_dim)
@@ -149,7 +149,7 @@ def _rope(file: GgufFile) -> Values:
     factor = file.hyper("rope.scaling.factor", file.hyper("rope.scale_linear", 0))
     # Without a type, llama.cpp takes a factor for that of linear scaling.
     kind = file.field(f"{file.architecture}.rope.scaling.type", "linear" if factor else "none")
-    if kind == "none" or (kind == "longrope" and file.architecture == "phi3"):  # longrope: see `_phi3`
+    if kind == "none" or (kind == "longrope" and ARCHITECTURES[file.architecture].reads_longrope):
         return rope
     if kind not in ("linear", "yarn"):
         raise Unsupported(f"GGUF key {file.architecture}.rope.scaling.type = {kind!r}")
@@ -171,7 +171,7 @@ def _rope(file: GgufFile) -> Values:
     return rope
 
 
-def _check_metadata(file: GgufFile, architecture: _Architecture, head_dim: int) -> None:
+def _check_metadata(file: GgufFile, architecture: Architecture, head_dim: int) -> None:
     yarn = file.field(f"{file.architecture}.rope.scaling.type") == "yarn"
     known = _UNDERSTOOD | architecture.keys | (_YARN if yarn else frozenset())
     for key in file.metadata_keys():
@@ -191,13 +191,26 @@ def _check_metadata(file: GgufFile, architecture: _Architecture, head_dim: int) 
 
 
 @dataclass(frozen=True)
-class _Architecture:
+class Architecture:
+    """What files of one architecture may say, and how they differ from others."""
+
     read: Callable[[GgufFile, Values], tuple[str, Values]]
     """The config's model type and its values, from those that all architectures have in common: all that the decoder
     reads, defaults of the config's class too."""
     keys: frozenset[str] = frozenset()
     """Beyond `_UNDERSTOOD`."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """Names of a block's tensors that differ from `engine.models.gguf`: from llama.cpp's to Hugging Face's."""
     partial_rotary: bool = False
+    """Whether `read` reads `rope.dimension_count`: only the first numbers of each head are rotated."""
+    reads_longrope: bool = False
+    """Whether `read` reads the scaling `longrope`, whose factors are tensors."""
+    permuted: bool = False
+    """Whether llama.cpp stores the rows of q and k with the two halves of a head interleaved."""
+    norms_less: float = 0.0
+    """What a checkpoint's norms are less than those of the format, which holds the factors themselves."""
+    control_takes_space: bool = False
+    """Whether control tokens take the white space after them, which the format cannot say (SentencePiece only)."""
 
 
 def _as(model_type: str, **more: Any) -> Callable[[GgufFile, Values], tuple[str, Values]]:
@@ -313,19 +326,30 @@ def _gemma(file: GgufFile, values: Values, pattern: int, largest: int) -> Values
 
 _WINDOW = frozenset({"attention.sliding_window"})
 _PATTERN = _WINDOW | {"attention.sliding_window_pattern", "final_logit_softcapping"}
-_ARCHITECTURES: dict[str, _Architecture] = {
-    "llama": _Architecture(_llama, _WINDOW),
-    "qwen2": _Architecture(_qwen2),
-    "qwen3": _Architecture(_as("qwen3")),
-    "qwen3moe": _Architecture(
-        _qwen3_moe, frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
+_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_BOTH_NORMS = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(_llama, _WINDOW, permuted=True),
+    "qwen2": Architecture(_qwen2),
+    "qwen3": Architecture(_as("qwen3")),
+    "qwen3moe": Architecture(
+        _qwen3_moe,
+        frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"}),
+        {"ffn_gate_inp": "mlp.gate"},
     ),
-    "smollm3": _Architecture(_smollm3),
-    "phi3": _Architecture(_phi3, _WINDOW | {"rope.scaling.attn_factor"}, partial_rotary=True),
-    "granite": _Architecture(
-        _granite, frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})
+    "smollm3": Architecture(_smollm3, permuted=True),
+    "phi3": Architecture(
+        _phi3,
+        _WINDOW | {"rope.scaling.attn_factor"},
+        {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        partial_rotary=True,
+        reads_longrope=True,
+        control_takes_space=True,
     ),
-    "olmo2": _Architecture(_as("olmo2")),
-    "gemma2": _Architecture(_gemma2, _PATTERN | {"attn_logit_softcapping"}),
-    "gemma3": _Architecture(_gemma3, _PATTERN | {"rope.freq_base_swa"}),
+    "granite": Architecture(
+        _granite, frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}), permuted=True
+    ),
+    "olmo2": Architecture(_as("olmo2"), tensors=_POST_NORMS),
+    "gemma2": Architecture(_gemma2, _PATTERN | {"attn_logit_softcapping"}, _BOTH_NORMS, norms_less=1.0),
+    "gemma3": Architecture(_gemma3, _PATTERN | {"rope.freq_base_swa"}, _BOTH_NORMS, norms_less=1.0),
 }

@@ -213,9 +213,9 @@ class Vocabulary:
 
     def _added(self, i: int) -> AddedToken:
         text = self.tokens[i]
-        # Phi-3's control tokens take the white space behind them; the format cannot say so.
-        phi3 = self.is_sentencepiece and self._file.architecture == "phi3"
-        rstrip = phi3 and self.is_special(i) and text not in ("<unk>", "<s>", "<|endoftext|>")
+        family = self._file.family
+        takes_space = self.is_sentencepiece and family is not None and family.control_takes_space
+        rstrip = takes_space and self.is_special(i) and text not in ("<unk>", "<s>", "<|endoftext|>")
         return AddedToken(text, normalized=False, special=self.is_special(i), rstrip=rstrip)
 
     def _ids(self) -> dict[str, int]:

@@ -25,7 +25,7 @@ from engine.models.parameters import build_parameters
 from engine.models.rope import inverse_frequencies, position_limit, rotary_table
 from engine.models.weights import LoadError, ParameterStore, SafetensorsCheckpoint, check_not_pointer
 from engine.sampling.structured import GrammarCompiler
-from kernels.attention import AttentionBackend, CacheSpec
+from kernels.attention.base import AttentionBackend, CacheSpec
 from kernels.attention.reference import rows_are_invariant
 from kernels.linear import bucket, row_bucket
 

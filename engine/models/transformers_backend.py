@@ -20,7 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.batch import Batch
 from engine.models.config import Unsupported
-from kernels.attention import AttentionBackend, AttentionBatch, CacheSpec, get_backend
+from kernels.attention import get_backend
+from kernels.attention.base import AttentionBackend, AttentionBatch, CacheSpec
 
 ATTENTION_NAME = "tokenmill"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping
 
-from engine.request import Request
+from engine.sequence import RequestState
 
 
 class Deadlines:
@@ -14,12 +14,13 @@ class Deadlines:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, str]] = []
 
-    def add(self, request: Request) -> None:
-        """Watch a request that has a deadline and an arrival number."""
+    def add(self, state: RequestState) -> None:
+        """Watch the request's deadline, if it has one."""
+        request = state.request
         if request.deadline is not None:
-            heapq.heappush(self._heap, (request.deadline, request.arrival, request.id))
+            heapq.heappush(self._heap, (request.deadline, state.arrival, request.id))
 
-    def due(self, now: float, live: Mapping[str, Request]) -> Iterator[str]:
+    def due(self, now: float, live: Mapping[str, RequestState]) -> Iterator[str]:
         """The live requests whose deadline has passed, each once; a later request of the same id is another."""
         while self._heap and self._heap[0][0] <= now:
             _, arrival, request_id = heapq.heappop(self._heap)

@@ -76,7 +76,7 @@ class Plan:
             slices=tuple(
                 piece._replace(forks=tuple(f for f in piece.forks if not f.status.ended))
                 for piece in self.slices
-                if not piece.seq.status.ended and not piece.seq.request.on_hold
+                if not piece.seq.status.ended and not piece.seq.state.on_hold
             ),
             admitted=tuple(seq for seq in self.admitted if not seq.status.ended),
         )

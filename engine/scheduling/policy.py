@@ -12,24 +12,13 @@ import numpy as np
 from engine.scheduling.block_pool import BlockPool
 from engine.sequence import Sequence
 
-Rank = tuple[float, tuple[int, int], int, int]
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
-
-
-def rank(seq: Sequence) -> Rank:
-    """The order of service, fixed at arrival: lower first, unique, the same before and after a preemption.
-
-    `turn` is the arrival time plus an allowance for each lower lane, so that a low request is served before those of
-    higher lanes that come much later: low ages without anybody looking at it.
-    """
-    request = seq.request
-    return (request.turn or 0.0, request.place, request.arrival, seq.index)
 
 
 def victim(running: Seq[Sequence], device: BlockPool) -> Sequence:
     """Who loses its blocks: of the lowest lane, who loses the fewest computed tokens for each block that this frees.
 
-    `running` is in the order of `rank` and not empty; of equals the last gives way.
+    `running` is in the order of `Sequence.rank` and not empty; of equals the last gives way.
     """
 
     def cost(seq: Sequence) -> tuple[float, ...]:

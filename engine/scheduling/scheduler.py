@@ -16,21 +16,22 @@ import bisect
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.request import Request
 from engine.scheduling import policy
 from engine.scheduling.block_manager import BlockManager, Hit, IntegrityError
 from engine.scheduling.plan import Plan, Slice
 from engine.scheduling.waiting import WaitingQueue
-from engine.sequence import Sequence, SequenceStatus
+from engine.sequence import RequestState, Sequence, SequenceStatus
 
 _LOOKAHEAD = 4
 """Blocked sequences that a step looks past."""
 _PROMPT_LOGPROBS_CHUNK = 256
 """Tokens of a prompt whose logprobs are wanted that a step computes: each needs a row of logits."""
+_rank = attrgetter("rank")
 
 
 @dataclass
@@ -38,7 +39,7 @@ class _Draft:
     """A plan in the making."""
 
     budget: int
-    only: Request | None
+    only: RequestState | None
     counts: dict[Sequence, int] = field(default_factory=dict)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
@@ -47,7 +48,7 @@ class _Draft:
     """How many came back or came in."""
 
     def concerns(self, seq: Sequence) -> bool:
-        return self.only is None or seq.request is self.only
+        return self.only is None or seq.state is self.only
 
 
 class Scheduler:
@@ -64,9 +65,9 @@ class Scheduler:
         )
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
-        """In the order of `policy.rank`."""
+        """In the order of `Sequence.rank`."""
         self.swapped: list[Sequence] = []
-        """In the order of `policy.rank`."""
+        """In the order of `Sequence.rank`."""
         self.lengths = policy.OutputLengths()
         self.budget = config.max_num_batched_tokens
         """Tokens a step may compute; lower for a while after the device ran out of memory."""
@@ -80,9 +81,9 @@ class Scheduler:
 
     # ── places ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def add(self, request: Request) -> None:
+    def add(self, state: RequestState) -> None:
         """Queue a request: its first choice waits, the others wait to be forked from it."""
-        first, *others = request.sequences
+        first, *others = state.sequences
         self.waiting.push(first)
         if others:
             self._children[first] = others
@@ -97,7 +98,7 @@ class Scheduler:
         seq.move_to(status)
         self._free_children(seq)
         if was is SequenceStatus.WAITING:
-            siblings = self._children.get(seq.request.sequences[0])
+            siblings = self._children.get(seq.state.sequences[0])
             if siblings is not None and seq in siblings:
                 siblings.remove(seq)
             else:
@@ -110,7 +111,7 @@ class Scheduler:
 
     def _join_running(self, seq: Sequence) -> None:
         seq.move_to(SequenceStatus.RUNNING)
-        bisect.insort(self.running, seq, key=policy.rank)
+        bisect.insort(self.running, seq, key=_rank)
         self._lanes[seq.request.priority] += 1
 
     def _leave_running(self, seq: Sequence) -> None:
@@ -126,7 +127,7 @@ class Scheduler:
 
     # ── one step ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def schedule(self, only: Request | None = None) -> Plan:
+    def schedule(self, only: RequestState | None = None) -> Plan:
         """Plan a step; with `only`, for the sequences of that request alone."""
         draft = _Draft(self.budget, only)
         for seq in self._in_turn(draft):
@@ -140,7 +141,7 @@ class Scheduler:
         slices = tuple(
             Slice(seq, seq.num_computed_tokens, count, count == seq.num_uncomputed_tokens, draft.forks.get(seq, ()))
             for seq, count in draft.counts.items()
-            if not seq.request.on_hold
+            if not seq.state.on_hold
         )
         return Plan(
             slices,
@@ -153,7 +154,7 @@ class Scheduler:
 
     def _in_turn(self, draft: _Draft) -> list[Sequence]:
         """Running sequences in order, those that decode before those that prefill. Not those on hold."""
-        running = [seq for seq in self.running if not seq.request.on_hold and draft.concerns(seq)]
+        running = [seq for seq in self.running if not seq.state.on_hold and draft.concerns(seq)]
         decoding = [seq for seq in running if seq.num_uncomputed_tokens == 1]
         if len(decoding) == len(running):
             return decoding
@@ -168,7 +169,7 @@ class Scheduler:
         while seq.status is SequenceStatus.RUNNING and not allocate(seq, end):
             # The first in the order of service is spared unless it is alone, which is why every step makes progress.
             # What is on hold computes nothing, so it makes way first.
-            idle = [other for other in self.running if other.request.on_hold]
+            idle = [other for other in self.running if other.state.on_hold]
             self._preempt(policy.victim(idle or self.running[1:] or self.running, self.blocks.device), draft)
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
@@ -185,9 +186,9 @@ class Scheduler:
         draft.budget += draft.counts.pop(seq, 0)
         draft.preempted.append(seq)
         self._leave_running(seq)
-        if self.cost.swaps and not seq.request.on_hold and self.blocks.swap_out(seq):
+        if self.cost.swaps and not seq.state.on_hold and self.blocks.swap_out(seq):
             seq.move_to(SequenceStatus.SWAPPED)
-            bisect.insort(self.swapped, seq, key=policy.rank)
+            bisect.insort(self.swapped, seq, key=_rank)
             self.swaps += 1
         else:
             self.blocks.free(seq)
@@ -396,7 +397,7 @@ class Scheduler:
         if +self._lanes != Counter(seq.request.priority for seq in self.running):
             raise IntegrityError("the lanes of what runs are counted wrongly")
         for group in (self.running, self.swapped):
-            if [policy.rank(s) for s in group] != sorted(policy.rank(s) for s in group):
+            if [s.rank for s in group] != sorted(s.rank for s in group):
                 raise IntegrityError("out of order")
         if any(first.status.ended for first in self._children):
             raise IntegrityError("a choice waits to be forked from one that has ended")
@@ -404,8 +405,8 @@ class Scheduler:
 
 def _goes_before(seq: Sequence, other: Sequence) -> bool:
     """Whether a newcomer may take the place of `other`: its lane is higher, and `other` has not aged past it."""
-    return seq.request.priority < other.request.priority and policy.rank(seq) < policy.rank(other)
+    return seq.request.priority < other.request.priority and seq.rank < other.rank
 
 
 def _remove(ordered: list[Sequence], seq: Sequence) -> None:
-    del ordered[bisect.bisect_left(ordered, policy.rank(seq), key=policy.rank)]
+    del ordered[bisect.bisect_left(ordered, seq.rank, key=_rank)]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 
-from engine.scheduling import policy
 from engine.scheduling.block_pool import IntegrityError
-from engine.sequence import Sequence, SequenceStatus
+from engine.sequence import Rank, Sequence, SequenceStatus
 
 
 class WaitingQueue:
-    """WAITING sequences in the order of `policy.rank`. Ended ones may leave entries behind, which are skipped.
+    """WAITING sequences in the order of `Sequence.rank`. Ended ones may leave entries behind, which are skipped.
 
     Parked sequences wait too, but are not offered: they wait behind a prefix block that a running sequence is about to
     compute (`will_compute`), rather than compute it as well, until it has (`computed`) or never will (`will_not`).
@@ -21,7 +20,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self.count = 0
         """Sequences that wait, parked ones included."""
-        self._heap: list[tuple[policy.Rank, Sequence]] = []
+        self._heap: list[tuple[Rank, Sequence]] = []
         self._computing: dict[bytes, Sequence] = {}
         """Hash of a prefix block → the running sequence that is about to compute it."""
         self._parked: dict[bytes, list[Sequence]] = {}
@@ -32,7 +31,7 @@ class WaitingQueue:
     def push(self, seq: Sequence) -> None:
         """Add a sequence that was not waiting."""
         self.count += 1
-        heapq.heappush(self._heap, (policy.rank(seq), seq))
+        heapq.heappush(self._heap, (seq.rank, seq))
 
     def left(self) -> None:
         """A sequence that was counted here has ended or has been admitted."""
@@ -54,7 +53,7 @@ class WaitingQueue:
     def put_back(self, seq: Sequence) -> None:
         """Offer again what was popped or parked."""
         if seq.status is SequenceStatus.WAITING:
-            heapq.heappush(self._heap, (policy.rank(seq), seq))
+            heapq.heappush(self._heap, (seq.rank, seq))
 
     # ── prefixes being computed right now ─────────────────────────────────────────────────────────────────────────
 

@@ -67,11 +67,16 @@ class AttentionBackend(ABC):
     """
 
     name: ClassVar[str]
+    """That of the module which defines the class; the same as in the registry."""
     page_multiple: ClassVar[int] = 1
     """`block_size` must be a multiple of this."""
     preferred_block_size: ClassVar[int] = 16
     device_types: ClassVar[tuple[str, ...] | None] = None
     """Where it runs; None: everywhere."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.name = cls.__module__.rpartition(".")[2]
 
     def __init__(self, spec: CacheSpec) -> None:
         if not self.runs_on(spec.device):

@@ -64,7 +64,6 @@ class _Arrays:
 class CpuBackend(AttentionBackend):
     """See the module's docstring."""
 
-    name: ClassVar[str] = "cpu"
     page_multiple: ClassVar[int] = _PAGE
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
 

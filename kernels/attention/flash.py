@@ -71,7 +71,6 @@ class _Call:
 class FlashBackend(PlainBackend):
     """See the module's docstring."""
 
-    name: ClassVar[str] = "flash"
     page_multiple: ClassVar[int] = 256
     preferred_block_size: ClassVar[int] = 256
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)

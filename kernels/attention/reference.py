@@ -20,7 +20,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -71,8 +70,6 @@ class _Step:
 
 class ReferenceBackend(PlainBackend):
     """See the module's docstring."""
-
-    name: ClassVar[str] = "reference"
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)

@@ -19,6 +19,7 @@ from engine.outputs import Delta, Finished, StepOutput, TokenLogprobs
 from engine.request import Request, SamplingParams
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Row, Sampled, Sampler, token_logprobs
+from engine.sampling.structured import Grammar
 from engine.scheduling.block_manager import Moves
 from engine.scheduling.plan import Plan, Slice
 from engine.scheduling.scheduler import _Draft
@@ -142,11 +143,12 @@ def request(
     priority: int = 1,
     salt: str = "",
     deadline: float | None = None,
+    grammar: Grammar | None = None,
     **params: object,
 ) -> Request:
     """A greedy request unless `params` say otherwise."""
     sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **params})  # type: ignore[arg-type]
-    return Request(request_id, prompt, sampling, priority=priority, cache_salt=salt, deadline=deadline)
+    return Request(request_id, prompt, sampling, priority=priority, cache_salt=salt, deadline=deadline, grammar=grammar)
 
 
 def steps(engine: Engine, limit: int = 10_000) -> Iterator[StepOutput]:
@@ -221,8 +223,8 @@ def run(engine: Engine, *requests: Request, limit: int = 10_000) -> dict[str, Fi
 def alone(one: Request, **limits: object) -> Finished:
     """The same request on an idle engine of its own, with plenty of room."""
     engine, _ = make_engine(garbage=99, **{"num_blocks": 256, "block_size": 4, **limits})
-    copy = Request(one.id, one.prompt, one.params, cache_salt=one.cache_salt, grammar=one.grammar)
-    copy.noise_seed = one.noise_seed
+    params = dataclasses.replace(one.params, seed=one.noise_seed)
+    copy = Request(one.id, one.prompt, params, cache_salt=one.cache_salt, grammar=one.grammar)
     return run(engine, copy)[one.id]
 
 
@@ -236,7 +238,7 @@ def expect_idle(engine: Engine) -> None:
     assert (scheduler.waiting._heap, scheduler.waiting._parked, scheduler.waiting._computing) == ([], {}, {})
     assert scheduler._children == {}
     assert scheduler.blocks.moves == Moves()
-    assert (engine._requests, engine._endings, engine._gated, engine._on_hold) == ({}, {}, set(), set())
+    assert (engine._requests, engine._endings) == ({}, {})
     assert engine._deadlines._heap == []
     sampler = engine.runner.sampler  # type: ignore[attr-defined]
     assert (sampler._counts, sampler._uids, sampler._columns) == ({}, (), None)

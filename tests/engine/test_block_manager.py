@@ -7,12 +7,12 @@ import pytest
 
 from engine.sampling.text import TextStream
 from engine.scheduling.block_manager import BlockManager, Hit, IntegrityError, Moves
-from engine.sequence import Sequence
+from engine.sequence import RequestState, Sequence
 from tests.engine.stub import request, token_bytes
 
 
 def sequence(tokens: list[int], salt: str = "") -> Sequence:
-    return Sequence(request("r", tokens, salt=salt), 0, TextStream(token_bytes))
+    return Sequence(RequestState(request("r", tokens, salt=salt)), 0, TextStream(token_bytes))
 
 
 def compute(blocks: BlockManager, seq: Sequence) -> None:

@@ -154,8 +154,8 @@ class EngineMachine(RuleBasedStateMachine):
     def expect_beginnings(self, one: Request, last: Finished) -> None:
         """What was cut short is the beginning of the undisturbed text; that may be the beginning of a stop string, too,
         which the undisturbed text lacks, so it is compared with the text that nothing stops."""
-        endless = Request(one.id, one.prompt, dataclasses.replace(one.params, stop=()), cache_salt=one.cache_salt)
-        endless.noise_seed = one.noise_seed
+        params = dataclasses.replace(one.params, stop=(), seed=one.noise_seed)
+        endless = Request(one.id, one.prompt, params, cache_salt=one.cache_salt)
         for mine, whole in zip(last.choices, alone(endless).choices, strict=True):
             assert mine.token_ids == whole.token_ids[: len(mine.token_ids)]
             assert whole.text.startswith(mine.text)

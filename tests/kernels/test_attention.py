@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from kernels.attention import CacheSpec, backend_names, get_backend
+from kernels.attention import _class, backend_names, get_backend
+from kernels.attention.base import CacheSpec
 from tests.kernels.cache import Cache
 
 CPU = torch.device("cpu")
@@ -109,3 +113,14 @@ def test_auto_takes_a_backend_and_unknown_names_are_refused() -> None:
     assert get_backend("auto", spec()).name in backend_names()
     with pytest.raises(ValueError, match="unknown attention backend 'nope'"):
         get_backend("nope", spec())
+
+
+def test_the_names_of_the_backends_are_known_without_importing_torch() -> None:
+    code = "import sys, kernels.attention as a; a.backend_names(); print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("name", backend_names())
+def test_a_backend_has_the_name_of_its_module(name: str) -> None:
+    assert _class(name).name == name

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.attention import AttentionBatch, CacheSpec, get_backend
+from kernels.attention import get_backend
+from kernels.attention.base import AttentionBatch, CacheSpec
 from tests.kernels.cache import Cache
 
 CPU = torch.device("cpu")

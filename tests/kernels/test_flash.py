@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.attention import AttentionBatch, CacheSpec, backend_names, get_backend
+from kernels.attention import backend_names, get_backend
+from kernels.attention.base import AttentionBatch, CacheSpec
 from kernels.attention.flash import FlashBackend
 from tests.kernels.cache import Cache
 from tests.kernels.flash_stand_in import FlashStandIn

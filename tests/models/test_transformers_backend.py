@@ -16,8 +16,8 @@ from engine.config import ModelOptions
 from engine.models import transformers_backend
 from engine.models.config import Unsupported
 from engine.models.loading import LoadError, load_model
-from kernels.attention import AttentionBatch, get_backend
-from kernels.attention.base import CacheSpec
+from kernels.attention import get_backend
+from kernels.attention.base import AttentionBatch, CacheSpec
 from tests.models.driver import Driver
 from tests.models.tiny import STOCK, Case, build, build_case
 

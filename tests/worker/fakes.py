@@ -143,7 +143,10 @@ class FakeEngine:
         if any(not 0 <= i < 256 for i in request.prompt):
             raise InvalidRequest("prompt: a token id is out of range")
 
-    def add(self, request: Request) -> None:
+    def turn(self, request_id: str) -> float | None:
+        return None
+
+    def add(self, request: Request, turn: float | None = None) -> None:
         if request.id in self._live:
             raise InvalidRequest(f"{request.id} runs already")
         self._live[request.id] = _Live(request)

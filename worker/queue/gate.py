@@ -91,7 +91,7 @@ class Gate:
             job = self._held.get(request.id)
             if job is not None and not self.closed and not self._quarantine.admits(job):
                 engine.drop(request.id)
-                self._loop.defer(dataclasses.replace(request), TURN_SECONDS)
+                self._loop.defer(request, TURN_SECONDS)
                 continue
             job = self._held.begin(request.id)
             if job is None:
@@ -126,7 +126,7 @@ class Gate:
             if self.closed or started is None:
                 self._put_back(job)
                 if not self.closed:
-                    self._loop.defer(dataclasses.replace(request), RETRY_SECONDS)
+                    self._loop.defer(request, RETRY_SECONDS)
             else:
                 self._apply(job, started)
 

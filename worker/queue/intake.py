@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -278,9 +279,9 @@ class Intake:
         """On a thread of the pool. A job that was lost meanwhile is stopped at the gate."""
         structure = job.structure
         if structure is not None and self._held.owns(job):
-            request.grammar = self._try(job, lambda: self._grammar(job, structure))
-            if request.grammar is not None:
-                self._loop.post(Add(request))
+            grammar = self._try(job, lambda: self._grammar(job, structure))
+            if grammar is not None:
+                self._loop.post(Add(dataclasses.replace(request, grammar=grammar)))
 
     def _grammar(self, job: Job, structure: Structure) -> Grammar | None:
         """Compile, again after a pause where this worker and not the grammar is at fault; None if the worker stops.
