@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tokenmill
-from tests.support import RedisServer, eventually
+from tests.support import RedisServer, eventually, output_of
 from tests.tokenmill.batch.files import request, write
 from tests.tokenmill.mini import MiniWorker, Queue
 from tokenmill.cli import main as cli
@@ -243,15 +243,9 @@ def test_a_mistyped_command_is_guessed(queue: Queue) -> None:
 
 
 def test_the_workers_help_names_every_option_whole_at_80_columns(queue: Queue) -> None:
-    done = subprocess.run(
-        command(queue, "worker", "--help"),
-        env={**environment(queue), "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    shown = output_of(command(queue, "worker", "--help"), env={**environment(queue), "COLUMNS": "80"})
     for name in Settings.model_fields:
-        assert re.search(rf"^ +{option(name)}\b", done.stdout, re.MULTILINE), name
+        assert re.search(rf"^ +{option(name)}\b", shown, re.MULTILINE), name
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["submit", "--help"]])
@@ -262,9 +256,9 @@ def test_help_documents_every_exit_status_and_imports_no_torch(arguments: list[s
         "try:\n    tokenmill.cli.main.main()\nexcept SystemExit:\n    pass\n"
         "assert 'torch' not in sys.modules and 'worker' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    shown = output_of([sys.executable, "-c", code, *arguments])
     for status in Exit:
-        assert str(int(status)) in done.stdout
+        assert str(int(status)) in shown
 
 
 @pytest.mark.parametrize("path", ["", "."])
