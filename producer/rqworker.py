@@ -31,6 +31,7 @@ from rq.executions import Execution
 from rq.job import Job
 from rq.queue import Queue
 from rq.scheduler import RQScheduler
+from rq.scripts import release_lock
 from rq.utils import now
 from rq.worker import Worker
 
@@ -46,6 +47,10 @@ TOLD_EVERY_S: Final = 30.0
 """How often an outage of Redis is logged."""
 SCHEDULER_S: Final = 5.0
 """A scheduler process that has not ended so long after its SIGTERM is killed."""
+LOCK_S: Final = 60
+"""How long RQ's scheduler lock lives beyond one interval of the scheduler, which renews it in each (`rq.scheduler`)."""
+SILENT_S: Final = 10
+"""A scheduler that has not renewed its lock for so long counts as dead."""
 SAME_SIGNAL_S: Final = 0.1
 """Ctrl-C on a pool of workers reaches each of them twice, from the terminal and from the pool: that is one signal."""
 LONGEST_PAUSE_S: Final = 30.0
@@ -109,9 +114,20 @@ class PatientRetry(Retry):
 
 
 class SteadyScheduler(RQScheduler):
-    """RQ's scheduler process; it ends with its worker, even with one that was killed."""
+    """RQ's scheduler process; it ends with its worker, even with one that was killed, and soon replaces a dead one."""
 
     _worker_pid = 0
+
+    def acquire_locks(self, auto_start: bool = False) -> Any:
+        """Acquire the locks of this scheduler's queues, also one whose owner is dead; returns the names of the queues.
+
+        RQ waits until the lock of a killed scheduler expires, for a minute in which nothing that is scheduled runs.
+        """
+        for key in map(self.get_locking_key, self._queue_names):
+            owner, left_ms = self.connection.get(key), self.connection.pttl(key)
+            if owner is not None and 0 <= left_ms < (self.interval + LOCK_S - SILENT_S) * 1000:
+                release_lock(self.connection, key, owner)  # unless it has another owner by now
+        return super().acquire_locks(auto_start)  # type: ignore[no-untyped-call]
 
     def start(self) -> Any:
         """Fork. A signal that comes before the child has its own handlers waits for them."""
@@ -224,7 +240,7 @@ class SteadyWorker(Worker):
         self.scheduler = SteadyScheduler(
             self.queues, connection=self.connection, logging_level=level, serializer=self.serializer
         )
-        if self.scheduler.acquire_locks():  # type: ignore[no-untyped-call]
+        if self.scheduler.acquire_locks():
             self.scheduler.start()
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────

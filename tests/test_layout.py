@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.support import output_of
 
 ROOT = Path(__file__).parents[1]
 MAY_IMPORT: dict[str, set[str]] = {
@@ -87,8 +88,7 @@ def test_the_library_is_imported_without_the_other_packages_or_anything_heavy(tm
     for name in names:
         (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name}.py belongs to the service')\n")
     code = "import sys, tokenmill, tokenmill.cli, tokenmill.batch; print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    loaded = {module.partition(".")[0] for module in run.stdout.split()}
+    loaded = {module.partition(".")[0] for module in output_of([sys.executable, "-c", code], cwd=tmp_path).split()}
     assert not loaded & ({*names} | HEAVY)
 
 
@@ -106,4 +106,4 @@ def test_the_names_from_before_the_library_had_its_own_stay_importable() -> None
     code = (
         "from producer import AsyncClient, Client, batch; import producer.jobs as j; j.generate, j.run_batch, batch.run"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    output_of([sys.executable, "-c", code])

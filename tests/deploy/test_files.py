@@ -21,7 +21,7 @@ import yaml
 from producer import probe as producer_probe
 from tests.deploy.compose import ComposeError, dotenv, interpolate, load, seconds
 from tests.deploy.dockerfile import ignored, parse
-from tests.support import RedisServer, free_port
+from tests.support import RedisServer, free_port, output_of
 from worker.ops import probe as worker_probe
 from worker.settings import Settings
 
@@ -153,7 +153,7 @@ def test_the_build_context_is_what_the_dockerfile_copies() -> None:
 
 def test_requirements_of_an_image_are_those_of_the_project_without_torch() -> None:
     command = [sys.executable, "deploy/requirements.py", "worker"]
-    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    lines = output_of(command, cwd=ROOT).split("\n")
     assert any(line.startswith("transformers") for line in lines)
     assert any(line.startswith("redis[hiredis]") for line in lines)
     assert not any(line.startswith("torch") for line in lines)

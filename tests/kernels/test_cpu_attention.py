@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 
 import pytest
@@ -14,6 +13,7 @@ from kernels import native
 from kernels.attention import get_backend
 from kernels.attention.base import AttentionBatch, CacheSpec
 from tests.kernels.cache import Cache
+from tests.support import output_of
 
 CPU = torch.device("cpu")
 DTYPES = native.DTYPES
@@ -233,6 +233,5 @@ print(before, after, len(runtimes), native._gomp_parallel() == torch_gomp)
 
 
 def test_it_runs_on_the_threads_of_torchs_openmp_runtime_and_loads_no_other() -> None:
-    result = subprocess.run([sys.executable, "-c", _THREADS], capture_output=True, text=True, timeout=120, check=True)
-    before, after, runtimes, same = result.stdout.split()
+    before, after, runtimes, same = output_of([sys.executable, "-c", _THREADS]).split()
     assert (after, runtimes, same) == (before, "1", "True")

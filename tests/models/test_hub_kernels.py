@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from transformers.utils import import_utils
+
+from tests.support import output_of
 
 ROOT = Path(__file__).parents[2]
 ASK = "from transformers.utils.import_utils import is_kernels_available as ask; print(ask())"
@@ -16,16 +17,7 @@ ASK = "from transformers.utils.import_utils import is_kernels_available as ask; 
 
 def run(code: str, folder: Path) -> str:
     paths = os.pathsep.join(map(str, (folder, ROOT)))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": paths},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return output_of([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, cwd=folder).strip()
 
 
 @pytest.fixture

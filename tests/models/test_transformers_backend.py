@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from kernels.attention import get_backend
 from kernels.attention.base import AttentionBatch, CacheSpec
 from tests.models.driver import Driver
 from tests.models.tiny import STOCK, Case, build, build_case
+from tests.support import output_of
 
 
 def options(path: Path, **more: object) -> ModelOptions:
@@ -29,7 +29,7 @@ def options(path: Path, **more: object) -> ModelOptions:
 def test_our_kernels_package_does_not_stand_in_for_hugging_faces(tmp_path: Path) -> None:
     """transformers looks for a package called `kernels`; ours must not be taken for it, in a fresh process."""
     build(tmp_path)
-    root = str(Path(kernels.__file__).parent.parent)
+    root = Path(kernels.__file__).parent.parent
     code = (
         "import sys, kernels, torch\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
@@ -39,10 +39,7 @@ def test_our_kernels_package_does_not_stand_in_for_hugging_faces(tmp_path: Path)
         "AutoTokenizer.from_pretrained(sys.argv[1])\n"
         "assert model(torch.tensor([[1, 2, 3]])).logits.shape[:2] == (1, 3)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=root, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    output_of([sys.executable, "-c", code, tmp_path], cwd=root)
 
 
 def test_a_name_of_our_own_gets_no_mask_and_our_arguments(tmp_path: Path) -> None:

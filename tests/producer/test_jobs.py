@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from rq.command import send_stop_job_command
 from rq.serializers import JSONSerializer
 
 from tests.producer.rqprocess import Rq, rq_on
-from tests.support import RedisServer, eventually
+from tests.support import RedisServer, eventually, output_of
 from tests.tokenmill.mini import MiniWorker, Queue
 from tokenmill.client.sync import Client
 from tokenmill.protocol.connection import command_client
@@ -243,4 +242,4 @@ def test_jobs_import_no_torch() -> None:
     code = (
         "import sys, producer.jobs, producer.clerk; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    output_of([sys.executable, "-c", code])

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tokenmill
-from tests.support import RedisServer, eventually
+from tests.support import RedisServer, eventually, output_of
 from tests.tokenmill.batch.files import request, write
 from tests.tokenmill.mini import MiniWorker, Queue
 from tokenmill.cli import main as cli
@@ -161,10 +161,15 @@ def test_a_command_that_waits_for_long_says_why(
 @pytest.mark.parametrize("command", ["tail", "result"])
 def test_a_command_says_at_once_that_a_job_is_delayed_and_waits(queue: Queue, worker: MiniWorker, command: str) -> None:
     with Client(queue.url, queue.keys.queue) as client:
-        client.submit("one two", id="later", delay=4)
-    done = run(queue, command, "later")
-    assert (done.returncode, done.stdout) == (Exit.SUCCEEDED, "one two \n")
-    assert re.fullmatch(r"job later: delayed, due in \d+ s; waiting\n", done.stderr)
+        client.submit("one two", id="later", delay=600)
+    line = [sys.executable, "-m", "tokenmill.cli.main", command, "later"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, env=environment(queue), stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stderr is not None
+        assert re.fullmatch(r"job later: delayed, due in \d+ s; waiting\n", process.stderr.readline())
+        queue.redis.zadd(queue.keys.delayed, {"later": 0})  # it is due
+        assert process.communicate(timeout=60) == ("one two \n", "")
+    assert process.returncode == Exit.SUCCEEDED
 
 
 def test_a_command_says_what_moves_a_delayed_job_that_stays_overdue(
@@ -243,15 +248,9 @@ def test_a_mistyped_command_is_guessed(queue: Queue) -> None:
 
 
 def test_the_workers_help_names_every_option_whole_at_80_columns(queue: Queue) -> None:
-    done = subprocess.run(
-        command(queue, "worker", "--help"),
-        env={**environment(queue), "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    shown = output_of(command(queue, "worker", "--help"), env={**environment(queue), "COLUMNS": "80"})
     for name in Settings.model_fields:
-        assert re.search(rf"^ +{option(name)}\b", done.stdout, re.MULTILINE), name
+        assert re.search(rf"^ +{option(name)}\b", shown, re.MULTILINE), name
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["submit", "--help"]])
@@ -262,9 +261,9 @@ def test_help_documents_every_exit_status_and_imports_no_torch(arguments: list[s
         "try:\n    tokenmill.cli.main.main()\nexcept SystemExit:\n    pass\n"
         "assert 'torch' not in sys.modules and 'worker' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    shown = output_of([sys.executable, "-c", code, *arguments])
     for status in Exit:
-        assert str(int(status)) in done.stdout
+        assert str(int(status)) in shown
 
 
 @pytest.mark.parametrize("path", ["", "."])
