@@ -67,11 +67,8 @@ class Shaky(Scripts):
     def publish(self, batch: Any) -> Any:
         return self._shaken(lambda: Scripts.publish(self, batch))
 
-    def finalise(self, *args: Any, **kwargs: Any) -> Any:
-        return self._shaken(lambda: Scripts.finalise(self, *args, **kwargs))
-
-    def answer(self, *args: Any, **kwargs: Any) -> Any:
-        return self._shaken(lambda: Scripts.answer(self, *args, **kwargs))
+    def end_all(self, ends: Any) -> Any:
+        return self._shaken(lambda: Scripts.end_all(self, ends))
 
     def renew(self, refs: Any) -> Any:
         return self._shaken(lambda: Scripts.renew(self, refs))

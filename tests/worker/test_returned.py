@@ -7,6 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 import redis
 
+from tests.steps import Steps
 from tests.support import eventually
 from tests.worker.fakes import FakeEngine
 from tests.worker.harness import Queue, inside
@@ -21,9 +22,9 @@ from worker.queue.sweeper import Sweeper
 BODY = {"prompt": "x", "max_tokens": 2}
 
 
-def scripts(queue: Queue, name: str, lease_ms: int = 30_000) -> Scripts:
+def scripts(queue: Queue, name: str, lease_ms: int = 30_000) -> Steps:
     queue.client.hset(queue.keys.meta, "lease_ms", lease_ms)
-    made = Scripts(queue.client, queue.keys, name)
+    made = Steps(queue.client, queue.keys, name)
     made.ensure_groups()
     return made
 
@@ -146,12 +147,12 @@ class TestRunningCap:
     def start(self, scripts: Scripts, ref: Ref, tenant: str | None = "t") -> StartStatus:
         return scripts.start(ref, Identity(ref.id, tenant=tenant), prompt_tokens=1).status
 
-    def finish(self, scripts: Scripts, ref: Ref) -> None:
+    def finish(self, scripts: Steps, ref: Ref) -> None:
         started = scripts.start(ref, Identity(ref.id, tenant="t"), prompt_tokens=1)  # it runs: a new fence
         result = Result(id=ref.id, status=Status.SUCCEEDED, choices=())
         scripts.finalise(ref, Identity(ref.id, tenant="t"), result, fence=started.fence, published=0)
 
-    def make(self, queue: Queue, jobs: int, cap: int) -> tuple[Scripts, list[Ref]]:
+    def make(self, queue: Queue, jobs: int, cap: int) -> tuple[Steps, list[Ref]]:
         made = scripts(queue, "a", 200)
         queue.client.hset(queue.keys.meta, "max_running_per_tenant", cap)
         for _ in range(jobs):

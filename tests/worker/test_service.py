@@ -10,11 +10,12 @@ import orjson
 import pytest
 import structlog
 
+from tests.steps import Steps
 from tests.support import eventually
 from tests.worker.fakes import POISON, FakeEngine, text_of
 from tests.worker.harness import Inside, Queue, inside
 from tokenmill.protocol.job import JobEntry
-from tokenmill.protocol.scripts import CancelReply, Scripts
+from tokenmill.protocol.scripts import CancelReply
 from worker.ops.exits import Exit
 
 
@@ -319,7 +320,7 @@ def test_a_job_that_never_started_leaves_the_same_fields_as_any(queue: Queue, en
     if ending == "cancelled before":
         queue.cancel(job)
     if ending == "cancelled in its lane":
-        scripts = Scripts(queue.client, queue.keys)
+        scripts = Steps(queue.client, queue.keys)
         scripts.enqueue(JobEntry(job, b"{}", group="g", tenant="t"))
         assert scripts.cancel(job) is CancelReply.DONE
     else:

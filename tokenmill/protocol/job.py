@@ -5,7 +5,7 @@
     JobEntry.fields() -> dict[str, str | bytes]                 # the other direction, for producers
 
 A worker first calls `identify`; None means `no_id` (`Scripts.reject`). Then `parse_entry`; a `JobError` is the terminal
-answer of the identity (`Scripts.answer`).
+answer of the identity (`Scripts.end_all` without a fence).
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ A worker's side, on a synchronous client (thread-safe as that client is):
     scripts.unread(most) -> tuple[int, int, int]                        # entries of each lane that no worker holds
     scripts.start(ref, job, prompt_tokens=, ttl_ms=, max_attempts=, nonce=) -> Started
     scripts.publish(batch: TokenBatch) -> list[Refused]
-    scripts.finalise(ref, job, result, fence=, published=, events=(), callback=None, dead=None) -> Ending
-    scripts.answer(ref, job, result, prompt_tokens=0, callback=None, dead=None) -> Ending      # no text held, no START
     scripts.end_all([(ref, job, result, options)]) -> list[Ending]      # several of both kinds in one round trip
     scripts.reject(ref, body, reason) -> bool                           # entry without usable id: dead letter `no_id`
     scripts.renew(refs) -> list[Ref]                                    # the lost ones
@@ -18,10 +16,7 @@ A worker's side, on a synchronous client (thread-safe as that client is):
     scripts.clear(ref, fence) -> bool                                   # a suspect is one no more; False: lost
     scripts.promote(chunk=64, seconds=0.5) -> int                       # delayed jobs that are due
     scripts.reconcile(limit=32) -> int                                  # jobs whose entry somebody deleted
-    scripts.last_ids(job_ids) -> dict[str, tuple[int, int]]             # (fence, n) of each stream's last entry
     scripts.remove_consumer(name) -> bool                               # only where nothing is pending for it
-    scripts.cancel(job_id, reason="user", ttl_s=) -> CancelReply
-    scripts.enqueue(entry, priority="normal") -> str                    # the entry ID
 
 Argument and reply types live in `replies.py`, the producer's calls without I/O in `calls.py`; all can be had from here.
 """
@@ -43,15 +38,10 @@ from tokenmill.protocol.calls import (
     JobExists,
     QueueFull,
     QuotaExceeded,
-    cancel_call,
-    cancel_reply,
-    enqueue_call,
-    enqueue_reply,
 )
 from tokenmill.protocol.errors import ErrorCode, clean
-from tokenmill.protocol.job import Identity, JobEntry
+from tokenmill.protocol.job import Identity
 from tokenmill.protocol.keys import (
-    CANCEL_TTL_S,
     DEAD_BODY_BYTES,
     DEAD_MAXLEN,
     GROUP,
@@ -153,9 +143,6 @@ class Scripts:
         self.stream_ttl_s = min(self.stream_ttl_s, self.result_ttl_s)
         self._runner = Runner(self.client)
 
-    def _run(self, call: Call) -> Any:
-        return self._runner.run(call.script, call.keys, call.args)
-
     def ensure_groups(self) -> None:
         """Create the group of every lane at `0`, so that nothing sent before is missed."""
         for lane in self.keys.lanes:
@@ -231,33 +218,17 @@ class Scripts:
             refused.append(classify(*batch.owner(number), why.decode("utf-8", "replace"), last.decode()))
         return refused
 
-    def finalise(self, ref: Ref, job: Identity, result: Result, **how: Unpack[EndOptions]) -> Ending:
-        """FINALISE a started job: `events` (what is not published yet), result, final event, bookkeeping, ack, delete.
-
-        `published` is the last n known to be in the stream, 0 for none; `events` go on from there. With `stream 0` pass
-        0 and no events. May be repeated where the reply was lost: DUP then means that it is done.
-        """
-        return self.end_all([(ref, job, result, how)])[0]
-
-    def answer(
-        self,
-        ref: Ref,
-        job: Identity,
-        result: Result,
-        *,
-        prompt_tokens: int = 0,
-        callback: str | None = None,
-        dead: DeadLetter | None = None,
-    ) -> Ending:
-        """End an entry whose text nobody holds: refused, expired or cancelled unstarted, given up. No choices.
-
-        A START under way by this worker needs none of this: FINALISE it with its fence.
-        """
-        how: EndOptions = {"fence": None, "prompt_tokens": prompt_tokens, "callback": callback, "dead": dead}
-        return self.end_all([(ref, job, result, how)])[0]
-
     def end_all(self, ends: Sequence[tuple[Ref, Identity, Result, EndOptions]]) -> list[Ending]:
-        """Endings of several jobs in one round trip; each stands for itself and may be repeated."""
+        """End several jobs in one round trip: FINALISE of each, independent of the others.
+
+        A job with a `fence` was started: `events` (not published yet) go to its stream behind `published`, the last n
+        that is known to be there (0 for none; with `stream 0` always 0 and no events). A job with fence None was not
+        started by this worker, or its text is lost: it is refused, expired, cancelled or given up, and its result has
+        no choices. A call may be repeated where its reply was lost; DUP then means that it was done.
+
+        Raises:
+            ValueError: a result with choices and no fence.
+        """
         calls = [self._end_call(*one) for one in ends]
         return [Ending(reply.decode()) for reply in self._runner.run_all(calls)] if calls else []
 
@@ -375,33 +346,10 @@ class Scripts:
         args = [raw, result.to_json(), self.result_ttl_s, self.stream_ttl_s, grace_ms]
         return Call("reconcile", [*names, *keys.lanes], args)
 
-    def last_ids(self, job_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
-        """(fence, n) of the last entry of each job's stream; (0, 0) where it is empty or absent."""
-        pipe = self.client.pipeline(transaction=False)
-        for job_id in job_ids:
-            pipe.xrevrange(self.keys.out(job_id), count=1)
-        found = {}
-        for job_id, entries in zip(job_ids, pipe.execute(), strict=True):
-            fence, _, n = (entries[0][0] if entries else b"0-0").partition(b"-")
-            found[job_id] = (int(fence), int(n))
-        return found
-
     def remove_consumer(self, name: str) -> bool:
         """Delete a consumer from all lanes' groups where nothing is pending for it; True where it is gone from all."""
         gone = [self._runner.run("remove_consumer", [lane], [GROUP, name]) for lane in self.keys.lanes]
         return all(gone)
-
-    def cancel(self, job_id: str, reason: str = "user", ttl_s: int = CANCEL_TTL_S) -> CancelReply:
-        """Cancel a job: queued and delayed ones end now, a running one is asked to."""
-        return cancel_reply(self._run(cancel_call(self.keys, job_id, reason, ttl_s)))
-
-    def enqueue(self, entry: JobEntry, priority: str = "normal", delay: float | None = None) -> str:
-        """Add a job; returns its entry ID, which one with a delay does not have yet.
-
-        Raises:
-            JobExists, QueueFull, QuotaExceeded: it was not taken.
-        """
-        return enqueue_reply(self._run(enqueue_call(self.keys, entry, priority, delay)), entry)
 
 
 def _or_empty(value: int | None) -> int | str:

@@ -23,13 +23,13 @@ from producer import (
     TextRestarted,
     TokenEvent,
 )
+from tests.steps import Steps
 from tests.support import RedisServer, eventually
 from tests.tokenmill.mini import MiniWorker, Queue
 from tokenmill.protocol.job import Identity, JobEntry
 from tokenmill.protocol.keys import GROUP
 from tokenmill.protocol.replies import Ref, TokenBatch, TokenWrite
 from tokenmill.protocol.result import Choice
-from tokenmill.protocol.scripts import Scripts
 
 
 def test_a_job_streams_its_text_and_ends_with_its_result(client: Client, worker: MiniWorker) -> None:
@@ -245,7 +245,7 @@ def test_a_strict_map_of_a_malformed_prompt_raises_and_leaves_nothing_behind(cli
     assert queue.depth() == 0
 
 
-def restart(queue: Queue, first: list[str], second: list[str]) -> Scripts:
+def restart(queue: Queue, first: list[str], second: list[str]) -> Steps:
     """A job `a` whose first worker dies after `first`; the second one says `second` and ends it."""
     who, one, two = Identity("a"), queue.scripts("w1"), queue.scripts("w2")
     ref = queue.deliver(one)
@@ -258,7 +258,7 @@ def restart(queue: Queue, first: list[str], second: list[str]) -> Scripts:
     return two
 
 
-def say(queue: Queue, scripts: Scripts, ref: Ref, words: list[str]) -> int:
+def say(queue: Queue, scripts: Steps, ref: Ref, words: list[str]) -> int:
     fence = scripts.start(ref, Identity(ref.id), prompt_tokens=1).fence
     batch = TokenBatch(queue.keys)
     for n, word in enumerate(words, 1):

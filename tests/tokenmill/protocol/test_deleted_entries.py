@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from producer.janitor import clean_up
+from tests.steps import Steps
 from tests.tokenmill.mini import Queue
 from tokenmill.client.sync import Client
 from tokenmill.protocol.calls import QuotaExceeded
@@ -13,7 +14,7 @@ from tokenmill.protocol.job import Identity, JobEntry
 from tokenmill.protocol.keys import GROUP
 from tokenmill.protocol.replies import Ref, StartStatus
 from tokenmill.protocol.result import Result, Status
-from tokenmill.protocol.scripts import DELETED, Scripts
+from tokenmill.protocol.scripts import DELETED
 
 BODY = b'{"prompt":"x"}'
 
@@ -23,13 +24,13 @@ def delete(queue: Queue, entry: str, lane: str = "normal") -> None:
     queue.redis.xdel(queue.keys.lane(lane), entry)
 
 
-def look(queue: Queue, scripts: Scripts) -> int:
+def look(queue: Queue, scripts: Steps) -> int:
     """Looks and grace over at once: what is missing is missed by the first look and ended by the second."""
     ended = scripts.reconcile(1000, look_ms=-1000)
     return ended + scripts.reconcile(1000, look_ms=-1000)
 
 
-def run(scripts: Scripts, ref: Ref, who: Identity) -> None:
+def run(scripts: Steps, ref: Ref, who: Identity) -> None:
     started = scripts.start(ref, who, prompt_tokens=1)
     assert started.status is StartStatus.OK
     scripts.finalise(ref, who, Result(ref.id, Status.SUCCEEDED), fence=started.fence, published=0)

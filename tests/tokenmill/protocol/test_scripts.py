@@ -8,6 +8,7 @@ import random
 import pytest
 from redis.exceptions import OutOfMemoryError
 
+from tests.steps import Steps
 from tests.support import RedisServer
 from tests.tokenmill.mini import Queue
 from tokenmill.protocol.calls import JobExists, QueueFull, QuotaExceeded, enqueue_call, enqueue_reply
@@ -28,7 +29,6 @@ from tokenmill.protocol.replies import (
     Why,
 )
 from tokenmill.protocol.result import Choice, Result, Status
-from tokenmill.protocol.scripts import Scripts
 
 BODY = b'{"prompt":"x"}'
 WHO = Identity("a")
@@ -42,7 +42,7 @@ def bare(status: Status = Status.FAILED, job_id: str = "a") -> Result:
     return Result(job_id, status)
 
 
-def start(scripts: Scripts, ref: Ref, who: Identity = WHO, **more: int) -> Started:
+def start(scripts: Steps, ref: Ref, who: Identity = WHO, **more: int) -> Started:
     return scripts.start(ref, who, prompt_tokens=3, **more)
 
 
@@ -289,7 +289,7 @@ def take_over(queue: Queue, ref: Ref, consumer: str) -> None:
     assert len(claimed) == 1
 
 
-def finish_one(queue: Queue, scripts: Scripts, job_id: str = "a") -> Ref:
+def finish_one(queue: Queue, scripts: Steps, job_id: str = "a") -> Ref:
     ref = queue.deliver(scripts, job_id)
     who = Identity(job_id)
     fence = start(scripts, ref, who).fence
@@ -682,12 +682,6 @@ class TestLease:
         assert scripts.remove_consumer("never seen")
         assert queue.redis.xinfo_consumers(queue.keys.lane("normal"), GROUP) == []
 
-    def test_last_ids_tell_what_redis_still_has(self, queue: Queue) -> None:
-        scripts = queue.scripts()
-        start(scripts, queue.deliver(scripts))
-        scripts.publish(batch(queue, ("a", 1, 1, "x"), ("a", 1, 2, "y")))
-        assert scripts.last_ids(["a", "unknown"]) == {"a": (1, 2), "unknown": (0, 0)}
-
 
 class TestCancel:
     def test_a_queued_job_ends_at_once(self, queue: Queue) -> None:
@@ -820,7 +814,7 @@ def test_cancel_and_finish_in_any_order_leave_one_end_and_no_token_after_it(queu
         interleave(queue, one, two, seed)
 
 
-def interleave(queue: Queue, one: Scripts, two: Scripts, seed: int) -> None:
+def interleave(queue: Queue, one: Steps, two: Steps, seed: int) -> None:
     rng, job_id = random.Random(seed), f"j{seed}"
     who = Identity(job_id, tenant="t", group="g")
     one.enqueue(JobEntry(job_id, BODY, tenant="t", group="g"))
@@ -828,19 +822,19 @@ def interleave(queue: Queue, one: Scripts, two: Scripts, seed: int) -> None:
     ref = Ref(delivery.lane, delivery.entry, job_id)
     fences: dict[str, tuple[int, int]] = {}
 
-    def run(scripts: Scripts) -> None:
+    def run(scripts: Steps) -> None:
         started = start(scripts, ref, who)
         if started.status is StartStatus.OK:
             fences[scripts.consumer] = (started.fence, 0)
         elif started.status is StartStatus.CANCELLED:
             scripts.answer(ref, who, bare(Status.CANCELLED, job_id))
 
-    def say(scripts: Scripts) -> None:
+    def say(scripts: Steps) -> None:
         fence, n = fences.get(scripts.consumer, (0, 0))
         if fence and not scripts.publish(batch(queue, (job_id, fence, n + 1, "x"))):
             fences[scripts.consumer] = (fence, n + 1)
 
-    def end(scripts: Scripts) -> None:
+    def end(scripts: Steps) -> None:
         fence, n = fences.get(scripts.consumer, (0, 0))
         if fence:
             scripts.finalise(ref, who, done("x" * n, job_id=job_id), fence=fence, published=n)
