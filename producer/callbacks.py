@@ -34,7 +34,8 @@ from tokenmill.protocol.connection import blocking_client, command_client
 from tokenmill.protocol.errors import clean
 from tokenmill.protocol.faults import transient
 from tokenmill.protocol.keys import DEAD_MAXLEN, Keys, is_name
-from tokenmill.protocol.lua import Runner
+from tokenmill.protocol.lua import Runner, encode
+from tokenmill.protocol.worker_calls import remove_consumer_call
 
 CLERKS: Final = "clerks"
 """The consumer group of `callbacks`."""
@@ -138,7 +139,7 @@ class Courier:
                 done, flying = wait(flying, 0 if taken else self._block_ms / 1000, FIRST_COMPLETED)
                 tally.update(one.result() for one in done)
         tally.update(one.result() for one in flying)
-        self._runner.run("remove_consumer", [self._keys.callbacks], [CLERKS, self._name])
+        self._runner.run(*remove_consumer_call(self._keys.callbacks, CLERKS, self._name))
 
     def _take(self, count: int, idle: bool) -> list[Callback]:
         """At most `count` callbacks: what is due again, what a dead clerk held, what is new. Waits only where `idle`.
@@ -148,7 +149,7 @@ class Courier:
         if count == 0:
             return []
         stream = self._keys.callbacks
-        self._runner.run("callbacks_due", [self._keys.callbacks_delayed, stream], [count])
+        self._runner.run("callbacks_due", [self._keys.callbacks_delayed, stream], [encode(limit=count)])
         lease_ms = round(self._settings.lease_s * 1000)
         claimed: Any = self._client.xautoclaim(stream, CLERKS, self._name, lease_ms, count=count)
         entries: list[Any] = [one for one in claimed[1] if one[1] is not None]

@@ -18,6 +18,7 @@ from tokenmill.protocol.keys import GROUP, RESULT_TTL_S, Keys
 from tokenmill.protocol.lua import Runner
 from tokenmill.protocol.meta import whole
 from tokenmill.protocol.scripts import Scripts
+from tokenmill.protocol.worker_calls import remove_consumer_call
 
 IDLE_S: Final = 3600.0
 """A consumer that did nothing for so long and holds nothing is gone. One that comes back is created again by its
@@ -49,7 +50,7 @@ def _consumers(client: redis.Redis, keys: Keys, idle_s: float) -> int:
             alive = group == GROUP and client.exists(keys.worker(name))
             if consumer["idle"] >= idle_s * 1000 and consumer["pending"] == 0 and not alive:
                 # The script looks at what is pending again: it may have read meanwhile.
-                removed += runner.run("remove_consumer", [stream], [group, consumer["name"]])
+                removed += runner.run(*remove_consumer_call(stream, group, consumer["name"]))
     return removed
 
 

@@ -285,7 +285,7 @@ class Worker:
             delay = min(RETRY_BACKOFF_SECONDS * job.attempt, self.settings.lease_seconds / 2)
             log.warning("job_retried", id=job.id, attempt=job.attempt, code=error.code.value, message=error.message)
             if self.held.forget(job.handle) is not None:
-                self._yield(scripts, job, round(delay * 1000), polite=True, spare=False)
+                self._yield(scripts, job, round(delay * 1000), graceful=True, count_start=True)
 
         results = Results(
             loaded.translator.served[0], self.name, self._clock, LogprobsWriter(loaded.model.tokenizer.token_bytes)
@@ -341,7 +341,7 @@ class Worker:
                 status = self._drain()
             self._draining = False
             blamed = self._blamed(status)
-            self._hand_back(blamed, polite=False)
+            self._hand_back(blamed, graceful=False)
             self._hand_back(lambda job: not job.over)
             self._await_ends()
             self._hand_back(lambda job: True)
@@ -408,10 +408,10 @@ class Worker:
             self._hand_back(lambda job: job.phase is Phase.WAITING)  # what the last read brought
         return Exit.OK
 
-    def _hand_back(self, wanted: Callable[[Job], bool], polite: bool = True) -> None:
+    def _hand_back(self, wanted: Callable[[Job], bool], graceful: bool = True) -> None:
         """Give entries back to the queue, so that another worker takes them at its next sweep.
 
-        `polite`: it is no fault of theirs, so neither a start nor a death counts.
+        `graceful`: it is no fault of theirs, so neither a start nor a death counts.
         """
         jobs = self.held.take(wanted)
         if not jobs:
@@ -421,7 +421,7 @@ class Worker:
                 self._loop.post(Drop(job.handle))
         handed = 0
         for job in jobs:
-            if not self._yield(self._back, job, 0, polite=polite, spare=polite):
+            if not self._yield(self._back, job, 0, graceful=graceful, count_start=not graceful):
                 break  # with many jobs and a Redis that only times out, the end would never come
             handed += 1
         log.info("jobs_handed_back", count=handed, of=len(jobs))
@@ -431,11 +431,11 @@ class Worker:
         handles = {job.handle for job in jobs}
         self._hand_back(lambda job: job.handle in handles and job.may_leave)
 
-    def _yield(self, scripts: Scripts, job: Job, delay_ms: int, polite: bool, spare: bool) -> bool:
+    def _yield(self, scripts: Scripts, job: Job, delay_ms: int, graceful: bool, count_start: bool) -> bool:
         """False: Redis cannot be told, so the lease has to run out."""
         idle_ms = self.settings.lease_ms - delay_ms
         try:
-            scripts.yield_(job.ref, idle_ms=idle_ms, polite=polite, spare=spare, due_in_ms=delay_ms)
+            scripts.yield_(job.ref, idle_ms=idle_ms, graceful=graceful, count_start=count_start, due_in_ms=delay_ms)
         except redis.RedisError as error:
             message = f"its lease has to run out: {error}"
             log.warning("job_not_handed_back", id=job.id, lane=job.lane, entry=job.entry, message=message)

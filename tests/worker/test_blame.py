@@ -228,7 +228,7 @@ def test_handing_back_an_entry_that_was_never_started_hides_no_death(queue: Queu
     die(queue, "a", 1)
     room = Room(queue)
     (delivery,) = room.delivered()
-    assert room.scripts.yield_(Ref(delivery.lane, delivery.entry, job), idle_ms=0, spare=True)
+    assert room.scripts.yield_(Ref(delivery.lane, delivery.entry, job), idle_ms=0, count_start=False)
     die(queue, "b", 1)
     assert queue.client.hmget(queue.keys.job(job), "deaths", "tries") == [b"1", b"2"]
 
@@ -271,7 +271,7 @@ class TestSpent:
         for turn in range(10):
             worker = f"w{turn}"
             assert self.start(queue, worker) is StartStatus.OK
-            Scripts(queue.client, queue.keys, worker).yield_(self.ref, idle_ms=0, spare=True)
+            Scripts(queue.client, queue.keys, worker).yield_(self.ref, idle_ms=0, count_start=False)
         held = queue.client.hmget(queue.keys.job(self.ref.id), "attempt", "tries", "deaths", "state")
         assert held == [b"10", b"0", b"0", b"queued"]
 

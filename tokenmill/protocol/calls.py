@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from tokenmill.protocol.errors import TokenmillError, clean
 from tokenmill.protocol.job import JobEntry, milliseconds
 from tokenmill.protocol.keys import CANCEL_TTL_S, GROUP, LANES, RESULT_TTL_S, STREAM_TTL_S, Keys
+from tokenmill.protocol.lua import encode
 from tokenmill.protocol.replies import CancelReply
 from tokenmill.protocol.result import Result, Status
 
@@ -63,11 +64,17 @@ def enqueue_call(keys: Keys, entry: JobEntry, priority: str, delay: float | None
     names = [*keys.lanes, keys.job(entry.id), keys.result(entry.id), keys.meta, keys.quota(tenant)]
     names += [keys.group(group), keys.group_out(group), keys.delayed_job(entry.id), keys.delayed]
     names += [keys.booked(tenant), keys.open]
-    due_ms = 0 if delay is None else milliseconds("delay", delay)
-    args: list[Any] = [priority, tenant, group, secrets.token_hex(8), due_ms if due_ms > 0 else ""]
-    for name, value in entry.fields().items():
-        args += (name, value)
-    return Call("enqueue", names, args)
+    delay_ms = 0 if delay is None else milliseconds("delay", delay)
+    request = encode(
+        lane=priority,
+        id=entry.id,
+        tenant=entry.tenant,
+        group=entry.group,
+        nonce=secrets.token_hex(8),
+        delay_ms=delay_ms if delay_ms > 0 else None,
+        fields=[part for field in entry.fields().items() if field[0] not in ("id", "body") for part in field],
+    )
+    return Call("enqueue", names, [request, entry.body])
 
 
 def enqueue_reply(reply: Any, entry: JobEntry) -> str:
@@ -89,10 +96,18 @@ def enqueue_reply(reply: Any, entry: JobEntry) -> str:
 def cancel_call(keys: Keys, job_id: str, reason: str = "user", ttl_s: int = CANCEL_TTL_S) -> Call:
     """CANCEL; its reply is a `CancelReply`. The lives of result and stream are those that the workers published."""
     reason = clean(reason) or "user"
-    json = Result(id=job_id, status=Status.CANCELLED, cancel_reason=reason).to_json()
+    result = Result(id=job_id, status=Status.CANCELLED, cancel_reason=reason)
     names = [keys.job(job_id), keys.result(job_id), keys.cancel(job_id), keys.out(job_id), keys.delayed]
     names += [keys.delayed_job(job_id), keys.callbacks, *keys.lanes, keys.meta, keys.open]
-    return Call("cancel", names, [job_id, reason, max(1, ttl_s), json, RESULT_TTL_S, STREAM_TTL_S, GROUP])
+    request = encode(
+        consumer_group=GROUP,
+        id=job_id,
+        reason=reason,
+        cancel_ttl_s=max(1, ttl_s),
+        result_ttl_s=RESULT_TTL_S,
+        stream_ttl_s=STREAM_TTL_S,
+    )
+    return Call("cancel", names, [request, result.to_json()])
 
 
 def cancel_reply(reply: Any) -> CancelReply:

@@ -104,7 +104,7 @@ class Keeper:
                 continue
             try:
                 # Neither the job nor its worker is to blame for an outage.
-                self._scripts.yield_(job.ref, idle_ms=self._settings.lease_ms, spare=True, due_in_ms=0)
+                self._scripts.yield_(job.ref, idle_ms=self._settings.lease_ms, count_start=False, due_in_ms=0)
             except redis.RedisError:
                 self._aborted.put(job)
                 raise

@@ -166,9 +166,9 @@ class Quarantine:
         job_id = delivery.fields[b"id"].decode()
         if self.taken:
             self.turned_away = True
-            # Not politely: that would wipe out the death that made it a suspect.
+            # Not gracefully: that would clear the death that made it a suspect.
             ref = Ref(delivery.lane, delivery.entry, job_id)
-            self._scripts.yield_(ref, idle_ms=round(self._lease * 1000), polite=False)
+            self._scripts.yield_(ref, idle_ms=round(self._lease * 1000), graceful=False)
             return False
         mark = float("inf") if delivery.fields.get(b"stream") == b"0" else self._progress(job_id, fence) + MARGIN
         with self._lock:
@@ -225,7 +225,7 @@ class Quarantine:
     def tick(self, hand_back: Callable[[Callable[[Job], bool]], None]) -> None:
         """Clear the suspect that has passed its mark; make way for one that has waited a lease.
 
-        `hand_back` gives held jobs back to the queue, politely.
+        `hand_back` gives held jobs back to the queue, gracefully.
         """
         with self._lock:
             place = self._now()

@@ -215,7 +215,7 @@ class TestStart:
         assert queue.hash(queue.keys.job("a"))["state"] == "queued"
         take_over(queue, ref, "w1")
         assert (start(one, ref).attempt, queue.hash(queue.keys.job("a"))["deaths"]) == (3, "1")
-        assert one.yield_(ref, idle_ms=0, polite=False)
+        assert one.yield_(ref, idle_ms=0, graceful=False)
         take_over(queue, ref, "w2")
         assert start(two, ref).deaths == 2
 

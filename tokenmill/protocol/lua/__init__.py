@@ -17,6 +17,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+import orjson
 import redis
 import redis.asyncio as aioredis
 from redis.exceptions import NoScriptError, ResponseError
@@ -40,6 +41,14 @@ def source(name: str, shebang: bool = True) -> str:
 @cache
 def _sha(name: str, shebang: bool) -> str:
     return hashlib.sha1(source(name, shebang).encode(), usedforsecurity=False).hexdigest()
+
+
+def encode(**request: Any) -> bytes:
+    """Encode a script's request as JSON, without the fields that are None.
+
+    cjson turns null into a value that is not nil. Bytes, and texts of megabytes, are arguments of their own behind it.
+    """
+    return orjson.dumps({name: value for name, value in request.items() if value is not None})
 
 
 class _Shared:
