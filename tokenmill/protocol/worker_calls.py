@@ -177,7 +177,7 @@ class WorkerCalls:
     def reconcile(self, raw_id: bytes, grace_ms: int) -> Call:
         keys, job_id = self.keys, raw_id.decode("utf-8", "replace")
         result = Result(id=job_id, status=Status.CANCELLED, cancel_reason=DELETED)
-        names = [keys.open, *self._of(job_id), keys.delayed_job(job_id), keys.delayed, keys.callbacks, keys.meta]
+        names = [keys.open, *self._of(job_id), keys.delayed_job(job_id), keys.callbacks, keys.meta]
         request = encode(grace_ms=grace_ms, result_ttl_s=self.result_ttl_s, stream_ttl_s=self.stream_ttl_s)
         return Call("reconcile", [*names, *keys.lanes], [request, raw_id, result.to_json()])
 

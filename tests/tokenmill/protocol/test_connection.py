@@ -16,7 +16,7 @@ ODD = "redis://127.0.0.1:1/0?socket_timeout=1&protocol=3&decode_responses=yes"
 
 
 @pytest.mark.parametrize("block_ms", [100, 5000, 60_000])
-def test_a_blocking_client_outwaits_its_block_and_never_retries(block_ms: int) -> None:
+def test_a_blocking_client_waits_longer_than_its_block_and_never_retries(block_ms: int) -> None:
     for client in (blocking_client(ODD, block_ms), async_client(ODD, block_ms)):
         settings = client.connection_pool.connection_kwargs
         assert settings["socket_timeout"] >= block_ms / 1000 + 1
@@ -24,7 +24,7 @@ def test_a_blocking_client_outwaits_its_block_and_never_retries(block_ms: int) -
         assert (settings["protocol"], settings["decode_responses"]) == (2, False)
 
 
-def test_a_command_client_has_finite_patience() -> None:
+def test_a_command_client_has_finite_timeouts_and_retries() -> None:
     for client in (command_client(ODD), async_client(ODD)):
         settings = client.connection_pool.connection_kwargs
         assert 1 < settings["socket_timeout"] < 60
@@ -34,7 +34,7 @@ def test_a_command_client_has_finite_patience() -> None:
     assert command_client(ODD, retries=0).connection_pool.connection_kwargs["retry"].get_retries() == 0
 
 
-def test_an_idle_blocking_read_ends_quietly_at_its_time(queue: Queue) -> None:
+def test_a_blocking_read_without_entries_ends_at_its_time_without_error(queue: Queue) -> None:
     client = blocking_client(queue.url, 6000)
     begin = time.monotonic()
     assert not client.xread({queue.keys.out("nobody"): "0"}, block=5500)
@@ -42,7 +42,7 @@ def test_an_idle_blocking_read_ends_quietly_at_its_time(queue: Queue) -> None:
     client.close()
 
 
-def test_a_logged_url_holds_no_secret() -> None:
+def test_a_redacted_url_contains_no_password() -> None:
     assert redact("redis://user:secret@host:6379/0?password=secret") == "redis://user:***@host:6379/0"
     assert redact("redis://:secret@host") == "redis://:***@host"
     assert redact("redis://host:1/2?x=secret") == "redis://host:1/2"

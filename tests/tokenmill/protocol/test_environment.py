@@ -1,4 +1,4 @@
-"""A variable of the environment that means nothing is told with the one that was meant."""
+"""A misspelt environment variable is reported with the most similar setting."""
 
 from __future__ import annotations
 

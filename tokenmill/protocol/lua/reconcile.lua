@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
 -- Check that a job without a result still has its entry. If the entry was deleted, end the job as cancelled, so that its
 -- readers get a result and it is no longer counted.
--- KEYS open job result cancel out delayed_job delayed callbacks meta high normal low
+-- KEYS open job result cancel out delayed_job callbacks meta high normal low
 -- ARGV request {grace_ms, result_ttl_s, stream_ttl_s}, id (any bytes), result (JSON)
 -- -> LIVE | KNOWN (it has ended, or is delayed) | MISSING (for less than `grace_ms`, or an entry that is not read yet may be a
 --    second entry of this id) | DONE | AGAIN key …
 local index, job, result, cancel, out, delayed_job = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local callbacks, meta, high, normal, low = KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
+local callbacks, meta, high, normal, low = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 local lanes = { high = high, normal = normal, low = low }
 local request, id, result_json = cjson.decode(ARGV[1]), ARGV[2], ARGV[3]
 
