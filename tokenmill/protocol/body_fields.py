@@ -1,4 +1,4 @@
-"""What is inside a body: its nested objects, and the types that bound its values.
+"""The nested objects of a body, and the types that bound its values.
 
 A field's description completes the sentence "<key>: must be …" that the sender reads when the value is wrong.
 """
@@ -105,7 +105,7 @@ class StructuredOutputs(Strict):
 
 
 def invalid(message: str) -> PydanticCustomError:
-    """Return the error of a validator; `message` is what the sender reads, as it is."""
+    """Return the error of a validator. The sender reads `message` as it is."""
     return PydanticCustomError("body", "{message}", {"message": message})
 
 
@@ -113,7 +113,7 @@ def check_stop(value: str | list[str] | None) -> str | list[str] | None:
     """Check `stop`: at most 16 strings of 1 to 256 characters.
 
     Raises:
-        ValueError: it is not that; the field's description is the message.
+        ValueError: `value` is not valid; the sender reads the field's description.
     """
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""Callback URLs: which ones are well formed, and which ones may be called. The one check of producer, worker and clerk.
+"""Check callback URLs: whether they are well formed, and whether they may be called. For producer, worker and clerk.
 
     parse_callback(url) -> CallbackUrl                     # raises CallbackError: malformed or ambiguous
     AllowList.of(["hooks.example.org", "http://collector.internal:8080"]).check(url) -> Target    # raises CallbackError
@@ -45,7 +45,7 @@ class Target:
 
     url: CallbackUrl
     may_be_private: bool
-    """Whether the host's addresses may be loopback or private ones."""
+    """Whether the host's addresses may be loopback or private addresses."""
 
 
 def parse_callback(url: str) -> CallbackUrl:

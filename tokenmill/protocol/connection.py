@@ -102,7 +102,7 @@ def _backoff() -> AbstractBackoff:
 
 
 def _settings(timeout_s: float, kind: type) -> dict[str, Any]:
-    """Return our arguments of a connection of the class `kind`."""
+    """Return the arguments of a connection of the class `kind`."""
     settings = {
         "socket_timeout": timeout_s,
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
@@ -110,7 +110,7 @@ def _settings(timeout_s: float, kind: type) -> dict[str, Any]:
         "decode_responses": False,
     }
     if not issubclass(kind, (redis.UnixDomainSocketConnection, aioredis.UnixDomainSocketConnection)):
-        settings["socket_keepalive"] = True  # TCP's; the others do not take the argument
+        settings["socket_keepalive"] = True  # unix sockets do not take the argument
     return settings
 
 

@@ -1,4 +1,4 @@
-"""The error codes of the wire protocol and the exception that carries one.
+"""The error codes of the wire protocol, and the exception `JobError` that carries such a code.
 
 raise JobError(ErrorCode.INVALID_REQUEST, "temperature: must be a number from 0 to 2")
 """

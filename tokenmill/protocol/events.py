@@ -3,7 +3,7 @@
     parse_event(entry_id, fields) -> StartEvent | TokenEvent | FinalEvent
     StreamReader(from_id="0").feed(entries) -> list[Event]    # .last_id to read on from, .fence, .done
 
-A `StartEvent` with a higher fence than before restarts the text: drop what came from lower fences.
+A `StartEvent` with a higher fence than before restarts the text: drop the text of lower fences.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import orjson
 from tokenmill.protocol.result import Result, Status
 
 SEAL_ID: Final = "1000000000000-0"
-"""Above every fence of a new id and below every `*` ID: a read from here skips the token events, not the final one."""
+"""Above every fence of a new id and below every `*` ID: reading on from here skips tokens, but not the final event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class StartEvent:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """Text of one choice, to be appended to what came before under the same fence."""
+    """Text of one choice, to be appended to the text of earlier events with the same fence."""
 
     id: str
     fence: int

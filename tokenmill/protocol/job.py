@@ -112,8 +112,8 @@ def parse_entry(fields: Mapping[bytes, bytes]) -> JobEntry:
     Raises:
         JobError: `no_id`, `unsupported_version`, or `invalid_request` naming the field.
     """
-    who = identify(fields)
-    if who is None:
+    identity = identify(fields)
+    if identity is None:
         raise JobError(ErrorCode.NO_ID, "id: must match [A-Za-z0-9_.-]{1,128}")
     version = fields.get(b"v", b"1")
     if version != b"1":
@@ -124,22 +124,22 @@ def parse_entry(fields: Mapping[bytes, bytes]) -> JobEntry:
     body = fields.get(b"body")
     if body is None:
         raise _bad("body", "is missing")
-    for key, value in (("group", who.group), ("tenant", who.tenant)):
+    for key, value in (("group", identity.group), ("tenant", identity.tenant)):
         if key.encode() in fields and value is None:
             raise _bad(key, "must match [A-Za-z0-9_.-]{1,128}")
-    if b"traceparent" in fields and who.traceparent is None:
+    if b"traceparent" in fields and identity.traceparent is None:
         raise _bad("traceparent", "must be a W3C trace context")
     callback = _callback(fields.get(b"callback"))
     if fields.get(b"stream", b"1") not in (b"0", b"1"):
         raise _bad("stream", "must be 0 or 1")
     return JobEntry(
-        id=who.id,
+        id=identity.id,
         body=body,
         ttl_ms=_integer(fields, "ttl_ms", 1, MAX_TTL_MS),
-        stream=who.stream,
-        group=who.group,
-        tenant=who.tenant,
-        traceparent=who.traceparent,
+        stream=identity.stream,
+        group=identity.group,
+        tenant=identity.tenant,
+        traceparent=identity.traceparent,
         callback=callback,
         max_attempts=_integer(fields, "max_attempts", 1, MAX_ATTEMPTS),
     )

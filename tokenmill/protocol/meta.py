@@ -67,7 +67,7 @@ class Meta:
 
 
 def paused(client: redis.Redis, keys: Keys) -> bool:
-    """Ask Redis whether the queue is paused. Reads that field only, the only one that clients may read."""
+    """Ask Redis whether the queue is paused. Reads that field only: clients may read no other field."""
     reply: Any = client.hmget(keys.meta, ["paused"])
     return is_on(reply[0])
 

@@ -21,7 +21,7 @@ DELETED = "its entry was deleted from the queue"
 
 
 class StartOptions(TypedDict):
-    """What START needs to know of a job beside its identity."""
+    """Arguments of START beside the entry and the job's identity."""
 
     prompt_tokens: int
     ttl_ms: NotRequired[int | None]
@@ -30,13 +30,13 @@ class StartOptions(TypedDict):
     alone: NotRequired[bool]
     """Whether this worker starts no other job meanwhile: if it dies now, this job was the cause."""
     strict: NotRequired[bool]
-    """Whether `max_attempts` also limits a suspect that has never run alone, which otherwise gets one more start."""
+    """Whether `max_attempts` also limits a suspect that has never run alone, which otherwise gets another start."""
     nonce: NotRequired[str | None]
-    """Names the call: the same nonce, after a lost reply, gets the fence of the first call. Default: a new one."""
+    """Names the call: the same nonce, after a lost reply, gets the fence of the first call. Default: a new nonce."""
 
 
 class EndOptions(TypedDict):
-    """What FINALISE needs to know of a job beside its identity and its result."""
+    """Arguments of FINALISE beside the entry, the job's identity and its result."""
 
     fence: int | None
     """Of START; None for a job without START."""
@@ -53,7 +53,7 @@ class EndOptions(TypedDict):
 
 @dataclass(frozen=True)
 class WorkerCalls:
-    """Makes the calls of one worker on one queue.
+    """Makes the calls of one worker on one queue; each method makes the call of the script of its name.
 
     Args:
         consumer: the worker's name (host:pid:random).

@@ -1,6 +1,6 @@
 """Load and run the Lua scripts of this folder.
 
-    Runner(client).run("renew", keys, [encode(lane="high", …)])        # one EVALSHA; loads the script if need be
+    Runner(client).run("renew", keys, [encode(lane="high", …)])     # one EVALSHA; loads the script if it is missing
     await AsyncRunner(client).run(…)
 
 A script is `common.lua` followed by its own file. Its first argument is a JSON object, the request; opaque bytes follow
