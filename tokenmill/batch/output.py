@@ -107,6 +107,11 @@ class OutputFile:
         return self._file
 
     @property
+    def is_there(self) -> bool:
+        """Whether the file exists."""
+        return self._file is not None
+
+    @property
     def size(self) -> int:
         """Bytes; 0 for a file that is not there."""
         return 0 if self._file is None else os.fstat(self._file.fileno()).st_size
@@ -236,16 +241,19 @@ class Outputs:
         state = self._saved
         output = self._output.path
         if not any(file.size for file in self._files):
-            if state is None or state.digest != digest:
+            if state is not None and state.digest == digest:
+                return replace(state, errors=errors)
+            if state is None or state.root is None or not self._output.is_there:
                 return State(digest, secrets.token_hex(16), errors)
-            return replace(state, errors=errors)
+            # Requests of another input may be in flight, and only this state knows their ids.
         if state is None:
             names = " and ".join(str(file.path) for file in self._files if file.size)
             raise BatchError(f"{names} exists and is no output of a batch run: remove it or name another")
         if state.digest != digest:
             raise BatchError(
                 f"{output} belongs to another input, or this one was changed: name another output, or remove "
-                f"it with its error file and {self._note.name} to start anew"
+                f"it with its error file and {self._note.name} to start anew (`tokenmill batch cancel` with the other "
+                "input cancels its requests in flight)"
             )
         if state.errors != errors:
             raise BatchError(f"{output} was begun with the error file {state.errors}, not {errors}: name the same one")

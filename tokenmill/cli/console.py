@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import enum
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from redis.exceptions import AuthenticationError, RedisError
 
+import tokenmill
 from tokenmill.cli.interrupt import INTERRUPTED, interruptible
 from tokenmill.client.core import JobLost
 from tokenmill.client.sync import Client
@@ -88,13 +90,24 @@ Prefix = Annotated[
 
 def warn_of_variables(environ: Mapping[str, str], known: Collection[str] | None = None) -> None:
     """Print on stderr which variables look like settings of tokenmill and are none; `known`: all that are settings."""
-    if known is None:
-        known = COMMANDS | CLERK
-        if any(name.startswith("TOKEN") for name in set(environ) - known):  # they may be the worker's, to be imported
-            with suppress(ModuleNotFoundError):
-                known |= importlib.import_module("worker.settings").VARIABLES
-    for note in misspelt(environ, known):
+    notes = list(misspelt(environ, COMMANDS | CLERK if known is None else known))
+    if notes and known is None:  # some may be settings of the worker, whose names take a while to import
+        notes = list(misspelt(environ, COMMANDS | CLERK | _variables_of_the_worker()))
+    for note in notes:
         print(note, file=sys.stderr)
+
+
+def _variables_of_the_worker() -> frozenset[str]:
+    """Return the names of the worker's settings; none where they cannot be imported, or `worker` is a service's own."""
+    try:
+        spec = importlib.util.find_spec("worker")
+    except ValueError:  # somebody put a module of that name in place by hand
+        spec = None
+    if spec is None or spec.origin != str(Path(tokenmill.__file__).parents[1] / "worker" / "__init__.py"):
+        return frozenset()
+    with suppress(ModuleNotFoundError):  # of an extra
+        return frozenset(importlib.import_module("worker.settings").VARIABLES)
+    return frozenset()
 
 
 @contextmanager

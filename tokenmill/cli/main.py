@@ -147,6 +147,7 @@ def _common(
     ] = False,
 ) -> None:
     """What is before the command."""
+    prefer_ours()
     if context.invoked_subcommand != "worker":  # which tells it in its log
         warn_of_variables(os.environ)
 

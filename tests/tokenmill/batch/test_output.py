@@ -138,6 +138,18 @@ def test_outputs_belong_to_one_input(tmp_path: Path) -> None:
     assert (tmp_path / "foreign").read_bytes() == answer("a")
 
 
+def test_outputs_without_a_line_belong_to_the_input_whose_requests_may_be_in_flight(tmp_path: Path) -> None:
+    with begun(tmp_path / "out") as outputs:
+        state = (tmp_path / "out.state").read_bytes()
+    with pytest.raises(BatchError, match="another input, or this one was changed"):
+        Outputs(tmp_path / "out", None, "e" * 64)
+    assert (tmp_path / "out.state").read_bytes() == state
+    with begun(tmp_path / "out") as outputs:
+        outputs.next_generation()  # as a cancel does
+    with begun(tmp_path / "out", digest="e" * 64) as outputs:
+        assert outputs.state.digest == "e" * 64
+
+
 def test_a_batch_whose_output_file_was_removed_starts_from_scratch(tmp_path: Path) -> None:
     with begun(tmp_path / "out") as outputs:
         outputs.append([answer("a")], [])

@@ -261,9 +261,27 @@ def test_help_documents_every_exit_status_and_imports_no_torch(arguments: list[s
         "try:\n    tokenmill.cli.main.main()\nexcept SystemExit:\n    pass\n"
         "assert 'torch' not in sys.modules and 'worker' not in sys.modules\n"
     )
-    shown = output_of([sys.executable, "-c", code, *arguments])
+    environ = {**os.environ, "TOKENMILL_TEST_NO_SKIP": "1", "TOKENMILL_SERVICE_HOST": "10.0.0.1"}
+    shown = output_of([sys.executable, "-c", code, *arguments], env=environ)
     for status in Exit:
         assert str(int(status)) in shown
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "from tokenmill.__main__ import main; main()",
+        "import os; from producer.clerk import check_environment; check_environment(os.environ)",
+    ],
+)
+def test_a_check_of_the_environment_does_not_run_a_services_own_worker(tmp_path: Path, start: str) -> None:
+    (tmp_path / "worker.py").write_text("raise ImportError('worker.py belongs to the service')\n")
+    path = f".{os.pathsep}{Path(tokenmill.__file__).parents[1]}"
+    environ = {**os.environ, "PYTHONPATH": path, "TOKENMILL_QUEU": "x"}
+    command = [sys.executable, "-c", start, "tail", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert re.fullmatch(r"warning: .*did you mean TOKENMILL_QUEUE\?\n", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize("path", ["", "."])
