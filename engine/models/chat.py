@@ -94,19 +94,38 @@ class Tokenizer:
             ChatError: the model has no template, or the template refuses the messages.
         """
         roles = self._check(messages, tools, template_kwargs)
-        mask: Mask = {}
-        if not self.special_tokens_in_messages:
-            try:
-                (messages, tools, template_kwargs), mask = self._control.mask((messages, tools, template_kwargs))
-            except TooManyPrivateCharacters as error:
-                raise ChatError(f"messages: {error}") from error
-        text = self._render(roles, messages, tools, template_kwargs, mask)
+        if self.special_tokens_in_messages:
+            text = self._render(roles, messages, tools, template_kwargs, mask={})
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
+        text, mask = self._render_masked(roles, messages, tools, template_kwargs)
         if mask:
             return self._control.encode(text, mask)
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        if not self.special_tokens_in_messages and self._control.overlooked(text, ids):
-            return self._control.encode(text, mask)
-        return ids
+        return self._control.encode(text, mask) if self._control.overlooked(text, ids) else ids
+
+    def _render_masked(
+        self,
+        roles: Roles,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any],
+    ) -> tuple[str, Mask]:
+        """The text of a conversation, and the masks in it: what it spells out unmasked is the template's."""
+        data = (messages, tools, variables)
+        try:
+            (messages, tools, variables), mask = self._control.mask(data)
+            text = self._render(roles, messages, tools, variables, mask)
+            (messages, tools, variables), marks = self._control.mask(data, marks=True)
+        except TooManyPrivateCharacters as error:
+            raise ChatError(f"messages: {error}") from error
+        if marks:
+            try:
+                other = self._render(roles, messages, tools, variables, marks)
+            except ChatError:  # a template that looks for the marks
+                return text, mask
+            if len(self._control.find(other)) < len(self._control.find(text)):
+                return other, marks  # the template has made control text of what stood in messages
+        return text, mask
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, /, **template_kwargs: Any

@@ -8,6 +8,7 @@ rendered and unmasked after the template's own markers were found, so that only 
 from __future__ import annotations
 
 import itertools
+import re
 import secrets
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -57,13 +58,18 @@ class ControlText:
         found = self._finder.encode(text, add_special_tokens=False)
         return [span for token, span in zip(found.ids, found.offsets, strict=True) if token != 0]
 
-    def mask(self, data: Any) -> tuple[Any, Mask]:
+    def mask(self, data: Any, marks: bool = False) -> tuple[Any, Mask]:
         """`data`, which is made of JSON's types, with all control text in its strings masked character by character.
+
+        Args:
+            marks: mask every mark (`<`, `|`, …) of special tokens instead, wherever it stands: a template may make
+                control text of the parts that it finds in different strings, or on both sides of what it removes.
 
         Raises:
             TooManyPrivateCharacters: none are left for the masks.
         """
-        spans = {text: found for text in _strings(data) if (found := self.find(text))}
+        find = self._find_marks if marks else self.find
+        spans = {text: found for text in _strings(data) if (found := find(text))}
         if not spans:
             return data, {}
         hidden = {char for text, found in spans.items() for start, end in found for char in text[start:end]}
@@ -75,6 +81,14 @@ class ControlText:
         table = str.maketrans(masks)
         masked = {text: _translate_spans(text, found, table) for text, found in spans.items()}
         return _replace(data, masked), {ord(mask): char for char, mask in masks.items()}
+
+    def _find_marks(self, text: str) -> list[tuple[int, int]]:
+        return [match.span() for match in self._marks.finditer(text)] if self._marks else []
+
+    @cached_property
+    def _marks(self) -> re.Pattern[str] | None:
+        chars = {c for token in self._special.values() for c in token.content if not (c.isalnum() or c in " _-")}
+        return re.compile(f"[{re.escape(''.join(sorted(chars)))}]+") if chars else None
 
     def encode(self, text: str, mask: Mask) -> list[int]:
         """Ids of a rendered text, without masks; only what spells a special token unmasked becomes one."""

@@ -126,18 +126,21 @@ class Guard:
             self._stop()
 
     def _start(self) -> Connection:
-        ours, theirs = Pipe()
-        command = [sys.executable, "-P", __file__, str(theirs.fileno())]
-        self._child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C is for the worker; the child ends when the pipe does
-        )
-        theirs.close()
-        self._pipe = ours
+        try:
+            self._pipe, theirs = Pipe()
+            with theirs:
+                self._child = subprocess.Popen(
+                    [sys.executable, "-P", __file__, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C is for the worker; the child ends when the pipe does
+                )
+        except OSError as error:  # no process or file is left for it
+            self._stop()
+            raise GuardFailed(f"the process that tries grammars does not start: {error.strerror}") from error
+        ours = self._pipe
         with contextlib.suppress(EOFError, OSError):  # the child died: told below, like a child that says nothing
             ours.send_bytes(self._setup)
             if ours.poll(START_SECONDS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -229,6 +230,24 @@ guard.problem("start: /a/")
 print(guard._child.pid, flush=True)
 sys.stdin.read()
 """
+
+
+@pytest.mark.parametrize("name", ["Pipe", "subprocess.Popen"])
+def test_a_machine_without_processes_or_files_left_blames_no_grammar(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    compiler = Tokenizer(tiny.tokenizer()).grammars({tiny.EOS})
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as context:
+        context.setattr(f"engine.sampling.guard.{name}", fail)
+        with pytest.raises(GrammarUndecided, match="Resource temporarily unavailable"):
+            compiler.compile("regex", "[a-c]+")
+    assert compiler.compile("regex", "[a-c]+")
+    assert compiler._guard is not None
+    compiler._guard.close()
 
 
 def test_the_child_dies_with_its_parent(tmp_path: Path) -> None:
