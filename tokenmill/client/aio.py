@@ -66,7 +66,7 @@ from tokenmill.client.groups import (
 )
 from tokenmill.client.params import GroupOptions, MapOptions, RequestParams
 from tokenmill.client.patience import OUTAGE_S, Deadline, Line, Tries
-from tokenmill.client.state import JobStatus, status_steps
+from tokenmill.client.state import status_steps
 from tokenmill.protocol.calls import EnqueueRefused
 from tokenmill.protocol.connection import DEFAULT_URL, async_client, ends_by
 from tokenmill.protocol.events import Event
@@ -76,6 +76,7 @@ from tokenmill.protocol.keys import CANCEL_TTL_S, Keys, check_name
 from tokenmill.protocol.lua import AsyncRunner
 from tokenmill.protocol.replies import CancelReply
 from tokenmill.protocol.result import Result
+from tokenmill.protocol.state import JobStatus
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -29,6 +29,7 @@ from tokenmill.protocol.job import JobEntry, milliseconds, parse_entry
 from tokenmill.protocol.keys import CANCEL_TTL_S, Keys
 from tokenmill.protocol.replies import CancelReply
 from tokenmill.protocol.result import ErrorInfo, Result, Status
+from tokenmill.protocol.state import state_of
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Result)
@@ -303,13 +304,6 @@ def states_steps(keys: Keys, ids: Sequence[str]) -> Once[list[str | None]]:
         asked += [("EXISTS", keys.delayed_job(job_id)), ("HGET", keys.job(job_id), "state")]
     replies = yield Ask(asked)
     return [state_of(state, delayed) for delayed, state in zip(replies[::2], replies[1::2], strict=True)]
-
-
-def state_of(state: bytes | None, delayed: int) -> str | None:
-    """Return a job's state: `state` of its hash, unless the job is delayed, or was until its hash expired."""
-    if delayed and state is None:  # put aside by hand, without a hash of the job
-        return "delayed"
-    return None if state is None or (state == b"delayed" and not delayed) else state.decode("utf-8", "replace")
 
 
 def finished_steps(keys: Keys, group: str, after: str, block_ms: int | None) -> Once[list[tuple[str, str]]]:

@@ -62,7 +62,7 @@ def test_a_file_that_is_no_batch_is_refused_with_its_lines(folder: Path, queue: 
     lines = done.stderr.splitlines()
     assert lines[0].startswith("line 2: invalid_json_line: ")
     assert lines[1].startswith("line 3: duplicate_custom_id: ")
-    assert lines[2] == "2 faults; nothing was submitted"
+    assert lines[2] == "2 errors found; nothing submitted."
     assert queue.depth() == 0
     assert run(queue, "batch", "run", "none", "-o", str(folder / "out.jsonl")).returncode == Exit.USAGE
     assert run(queue, *arguments(folder, "run", "--window", "0")).returncode == Exit.USAGE
@@ -84,7 +84,7 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(folder: Path, queue: Que
     process.send_signal(number)
     _, told = process.communicate(timeout=20)
     assert process.returncode == Exit.INTERRUPTED
-    assert b"stopped: 0 succeeded, 0 failed of 20; the same command goes on" in told
+    assert b"Stopped: 0 of 20 done (0 failed). Run the same command to continue." in told
     worker = MiniWorker(queue)
     worker.start()
     assert run(queue, *arguments(folder)).returncode == Exit.SUCCEEDED
