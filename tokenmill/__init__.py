@@ -10,12 +10,15 @@ TYPE_CHECKING = False  # as typing's, which would have to be imported
 if TYPE_CHECKING:
     from typing import Any
 
-    from tokenmill.client.aio import AsyncClient, AsyncGroup, AsyncJob
-    from tokenmill.client.core import JobLost, MapResult, TextRestarted
+    from tokenmill.client.aio import AsyncClient
+    from tokenmill.client.core import JobLost
+    from tokenmill.client.follow import TextRestarted
     from tokenmill.client.groups import Finished, GroupLost, GroupResult, Progress
+    from tokenmill.client.handles import AsyncGroup, AsyncJob, Group, Job
     from tokenmill.client.params import GroupOptions, JobOptions, MapOptions, RequestParams
     from tokenmill.client.patience import WaitTimeout
-    from tokenmill.client.sync import Client, Group, Job
+    from tokenmill.client.sync import Client
+    from tokenmill.client.window import MapResult
     from tokenmill.protocol.calls import EnqueueRefused, JobExists, QueueFull, QuotaExceeded
     from tokenmill.protocol.errors import ErrorCode, JobError, TokenmillError
     from tokenmill.protocol.events import Event, FinalEvent, StartEvent, TokenEvent
@@ -73,7 +76,10 @@ _MODULES = (
     "tokenmill.client.params",
     "tokenmill.client.patience",
     "tokenmill.client.core",
+    "tokenmill.client.follow",
+    "tokenmill.client.window",
     "tokenmill.client.groups",
+    "tokenmill.client.handles",
     "tokenmill.client.sync",
     "tokenmill.client.aio",
 )

@@ -13,7 +13,8 @@ import typer
 
 from tokenmill.cli.console import Exit, Prefix, Queue, Url, connected, end
 from tokenmill.cli.waiting import explained, note_pause
-from tokenmill.client.core import TextFollower, TextRestarted, new_id
+from tokenmill.client.core import new_id
+from tokenmill.client.follow import TextFollower, TextRestarted
 from tokenmill.client.patience import BRIEF_S
 from tokenmill.client.sync import Client, Job
 from tokenmill.protocol.body import Body

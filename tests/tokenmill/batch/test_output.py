@@ -128,7 +128,7 @@ def test_ids_are_the_same_at_every_run_over_the_same_files_and_unlike_any_others
 def test_outputs_belong_to_one_input(tmp_path: Path) -> None:
     with begun(tmp_path / "out") as outputs:
         outputs.append([answer("a")], [])
-    with pytest.raises(BatchError, match="another input, or this one was changed"):
+    with pytest.raises(BatchError, match="another input, or the input was changed"):
         Outputs(tmp_path / "out", None, "e" * 64)
     with pytest.raises(BatchError, match="begun with the error file None, not err"):
         Outputs(tmp_path / "out", tmp_path / "err", DIGEST)
@@ -160,7 +160,7 @@ def test_a_folder_can_be_moved(tmp_path: Path) -> None:
 def test_an_output_with_lines_of_another_input_is_reported(tmp_path: Path) -> None:
     with begun(tmp_path / "out") as outputs, index_of(tmp_path, "a") as index:
         outputs.append([answer("a"), answer("a")], [])
-        with pytest.raises(BatchError, match="'a' is twice there or not in the input"):
+        with pytest.raises(BatchError, match="'a' is there twice or not in the input"):
             outputs.recover(index)
     os.truncate(tmp_path / "out", 0)
     with begun(tmp_path / "out") as outputs:
@@ -195,7 +195,7 @@ def test_without_an_error_file_all_lines_go_to_the_output(tmp_path: Path) -> Non
 
 def test_a_broken_state_file_is_reported_and_a_half_written_one_never_seen(tmp_path: Path) -> None:
     (tmp_path / "out.state").write_text("{")
-    with pytest.raises(BatchError, match=r"out\.state: not readable"):
+    with pytest.raises(BatchError, match=r"out\.state: is not the state of a batch run"):
         Outputs(tmp_path / "out", None, DIGEST)
     (tmp_path / "out.state").write_text(json.dumps({"digest": DIGEST, "salt": "", "errors": None, "format": 2}))
     with pytest.raises(BatchError, match="another version"):
@@ -302,7 +302,7 @@ def test_standard_output_is_no_output_wherever_it_leads(tmp_path: Path) -> None:
     code = "import pathlib, tokenmill.batch.output as o; o.check_paths(*map(pathlib.Path, ('in', '/dev/stdout')), None)"
     with (tmp_path / "to").open("wb") as to:
         done = subprocess.run([sys.executable, "-c", code], stdout=to, stderr=subprocess.PIPE, check=False)
-    assert b"BatchError: /dev/stdout: is no name of a regular file" in done.stderr
+    assert b"BatchError: /dev/stdout: is not the name of a regular file" in done.stderr
 
 
 PAIRS = [("source", "out"), ("source", "err"), ("source", "note"), ("err", "note")]

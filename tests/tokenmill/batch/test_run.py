@@ -272,7 +272,7 @@ def test_an_input_that_is_changed_is_noticed(tmp_path: Path, client: Client, que
     later = Later(files, client)
     later.join()
     write(files.input, [*requests(3), request("more")])
-    with pytest.raises(BatchError, match="another input, or this one was changed"):
+    with pytest.raises(BatchError, match="another input, or the input was changed"):
         files.run(client)
 
 
