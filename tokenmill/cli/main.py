@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-if (
-    __name__ == "__main__"
-):  # `python -m tokenmill.cli.main`: the same as the command, ready for Ctrl-C before what follows
+if __name__ == "__main__":
+    # `python -m tokenmill.cli.main` is the same as the command: it handles Ctrl-C before it imports anything slow.
     from tokenmill.__main__ import main as start
 
     start()

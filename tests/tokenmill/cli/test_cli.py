@@ -73,7 +73,7 @@ def test_chat_sends_messages(queue: Queue) -> None:
     }
 
 
-def test_the_exit_status_tells_how_it_ended(queue: Queue, worker: MiniWorker) -> None:
+def test_the_exit_status_says_how_the_job_ended(queue: Queue, worker: MiniWorker) -> None:
     failed = run(queue, "submit", "one FAIL")
     assert (failed.returncode, failed.stdout) == (Exit.FAILED, "one \n")
     assert "engine_error" in failed.stderr
@@ -152,7 +152,7 @@ def test_info_says_when_no_worker_serves_the_queue(queue: Queue) -> None:
         (["result", "unknown"], "job unknown: queue {queue} has no such job"),
     ],
 )
-def test_a_command_that_waits_for_long_says_why(
+def test_a_command_that_waits_without_an_event_says_why(
     queue: Queue, monkeypatch: pytest.MonkeyPatch, arguments: list[str], told: str
 ) -> None:
     monkeypatch.setattr(waiting, "PATIENCE_S", 0.05)
@@ -230,7 +230,7 @@ def test_a_redis_without_tls_is_reported_with_what_to_do(own_redis: RedisServer)
 
 
 @pytest.mark.redis_server
-def test_a_time_out_while_redis_is_away_is_no_expired_job(own_redis: RedisServer) -> None:
+def test_a_time_out_while_redis_is_away_has_the_status_of_redis_away(own_redis: RedisServer) -> None:
     done: list[Any] = []
     arguments = ["result", "unknown", "--timeout", "2", "--redis", own_redis.url]
     command = threading.Thread(target=lambda: done.append(CliRunner().invoke(cli.app, arguments)))
@@ -311,7 +311,7 @@ def test_a_missing_extra_is_named() -> None:
     assert "pip install '.[worker]'" in done.stderr
 
 
-def test_an_extra_that_is_missed_late_is_named_too() -> None:
+def test_an_extra_that_the_running_command_misses_is_named_too() -> None:
     """The worker imports torch and more only once its options are read."""
     code = (
         "import sys\nsys.argv = ['tokenmill', 'worker', '--model', 'x']\nsys.modules['prometheus_client'] = None\n"
