@@ -185,7 +185,7 @@ def _switch(environ: Mapping[str, str], name: str) -> bool:
 
 
 def _authority(environ: Mapping[str, str], name: str) -> str | None:
-    """Return the path of a file of certificates, which is read once here: a receiver cannot be blamed for it later."""
+    """Return the path of a file of certificates, after reading it: so an unreadable file is reported at the start."""
     path = environ.get(name)
     if not path:
         return None

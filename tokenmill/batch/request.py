@@ -49,11 +49,11 @@ def translate(url: str, body: Mapping[str, Any]) -> Json:
     Raises:
         Unsupported: the request asks for something that tokenmill does not support.
     """
-    ours = {key: value for key, value in body.items() if value is not None and key not in _NO_EFFECT}
+    translated = {key: value for key, value in body.items() if value is not None and key not in _NO_EFFECT}
     for key, check in _CHECKS.items():
-        if key in ours and not check(ours.pop(key), ours):
+        if key in translated and not check(translated.pop(key), translated):
             raise Unsupported(key, _REFUSALS.get(key, "is not supported"))
-    return _chat(ours) if url == CHAT else _completion(ours)
+    return _chat(translated) if url == CHAT else _completion(translated)
 
 
 def _single(best_of: Any, body: Json) -> bool:
@@ -89,26 +89,26 @@ _REFUSALS = {
 }
 
 
-def _chat(ours: Json) -> Json:
-    if "prompt" in ours:
+def _chat(translated: Json) -> Json:
+    if "prompt" in translated:
         raise Unsupported("prompt", f"does not belong to {CHAT}")
-    if "messages" not in ours:
+    if "messages" not in translated:
         raise Unsupported("messages", "is missing")
-    return ours
+    return translated
 
 
-def _completion(ours: Json) -> Json:
-    if "messages" in ours:
+def _completion(translated: Json) -> Json:
+    if "messages" in translated:
         raise Unsupported("messages", f"does not belong to {COMPLETIONS}")
-    prompt = ours.get("prompt")
+    prompt = translated.get("prompt")
     if prompt is None:
         raise Unsupported("prompt", "is missing")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
         if len(prompt) > 1:
             raise Unsupported("prompt", "must be a single prompt; give each prompt a line of its own")
-        ours["prompt"] = prompt[0]
-    ours.setdefault("max_tokens", ours.get("max_completion_tokens", COMPLETION_TOKENS))
-    return ours
+        translated["prompt"] = prompt[0]
+    translated.setdefault("max_tokens", translated.get("max_completion_tokens", COMPLETION_TOKENS))
+    return translated
 
 
 def prefix_of(body: Mapping[str, Any]) -> int:

@@ -129,7 +129,7 @@ def cancel(
         elif state.root is not None and _lines_left(files) and not _is_there(client, state.group):
             raise BatchError(  # the requests may be in flight at another Redis
                 f"{output_path}: this Redis knows no request of the run; no request was cancelled. If the run used "
-                "another Redis, name that one (--redis). If Redis has lost its data, nothing is in flight"
+                "another Redis, name it with --redis. If Redis has lost its data, no request is in flight."
             )
         return cancelled
 

@@ -49,7 +49,7 @@ def submit(
     param: Annotated[
         list[str] | None, typer.Option(metavar="KEY=JSON", help="Any other parameter of the body; may be repeated.")
     ] = None,
-    job_id: Annotated[str | None, typer.Option("--id", help="The job's id. Default: a random one.")] = None,
+    job_id: Annotated[str | None, typer.Option("--id", help="The job's id. Default: a random id.")] = None,
     priority: Annotated[str, typer.Option(help=f"Lane: {', '.join(LANES)}.")] = "normal",
     ttl: Annotated[float | None, typer.Option(help="Seconds after which the job expires.")] = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the text, or print the id and end.")] = True,

@@ -71,7 +71,7 @@ class Get(NamedTuple):
 
 
 class Exist(NamedTuple):
-    """EXISTS for each group of keys. Reply: a bool for each group: one of its keys exists, or the user may not look."""
+    """EXISTS for each group of keys. Reply: a bool for each group: one of its keys exists, or may exist."""
 
     groups: Sequence[Sequence[str]]
     deadline: Deadline

@@ -162,7 +162,7 @@ def test_a_cancel_that_does_not_name_the_run_changes_nothing_and_fails(folder: P
         assert queue.depth() == 20
     elsewhere = run(queue, *arguments(folder, "cancel", "--redis", queue.url.rpartition("/")[0] + "/9"))
     assert (elsewhere.returncode, elsewhere.stdout) == (Exit.USAGE, "")
-    assert "If the run used another Redis, name that one (--redis)." in elsewhere.stderr
+    assert "If the run used another Redis, name it with --redis." in elsewhere.stderr
     assert contents(folder) == before
     assert run(queue, *arguments(folder, "cancel")).stdout == "20 requests in flight cancelled\n"
 
