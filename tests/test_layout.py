@@ -22,6 +22,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worker": {"tokenmill", "engine", "kernels"},
 }
 """Package → packages of this repository that it may import, beside itself."""
+IN_TOKENMILL: dict[str, set[str]] = {
+    "protocol": set(),
+    "queue": {"protocol"},
+    "client": {"protocol"},
+    "batch": {"client", "protocol"},
+    "cli": {"batch", "client", "queue", "protocol"},
+}
+"""The same for the folders of `tokenmill`."""
 HEAVY = {"torch", "transformers", "numpy", "rq"}
 """Packages that importing `tokenmill` must not need."""
 
@@ -35,6 +43,12 @@ def modules() -> dict[str, Path]:
             parts = path.relative_to(ROOT).with_suffix("").parts
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
+
+
+def folder_in_tokenmill(module: str) -> str | None:
+    """The folder of `tokenmill` that a module belongs to; None for any other module."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "tokenmill" and parts[1:2] and parts[1] in IN_TOKENMILL else None
 
 
 def imports(path: Path, *, at_import: bool = False) -> Iterator[str]:
@@ -66,6 +80,14 @@ def test_a_module_imports_only_the_packages_that_its_own_may(name: str) -> None:
     package = name.partition(".")[0]
     used = {found.partition(".")[0] for found in imports(modules()[name])} & set(MAY_IMPORT)
     assert used <= MAY_IMPORT[package] | {package}
+
+
+@pytest.mark.parametrize("name", sorted(name for name in modules() if folder_in_tokenmill(name)))
+def test_a_module_of_tokenmill_imports_only_the_folders_that_its_own_may(name: str) -> None:
+    folder = folder_in_tokenmill(name)
+    assert folder is not None
+    used = {folder_in_tokenmill(found) for found in imports(modules()[name])} - {None}
+    assert used <= IN_TOKENMILL[folder] | {folder}
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
@@ -100,6 +122,13 @@ def test_the_page_on_structure_draws_the_same_rules() -> None:
         if name in MAY_IMPORT
     }
     assert drawn == MAY_IMPORT
+
+
+def test_the_page_on_structure_names_every_folder_of_tokenmill() -> None:
+    drawing = (
+        (ROOT / "docs" / "structure.md").read_text().partition("```text\ntokenmill/\n")[2].partition("\nproducer/")[0]
+    )
+    assert set(re.findall(r"^  (\w+)/ ", drawing, re.M)) == set(IN_TOKENMILL)
 
 
 def test_the_names_from_before_the_library_had_its_own_stay_importable() -> None:

@@ -1,4 +1,4 @@
-"""A receiver of webhooks on loopback, HTTP or HTTPS, that records what it got and answers as it is told."""
+"""A receiver of webhooks on loopback, HTTP or HTTPS, that records the requests and sends the given answers."""
 
 from __future__ import annotations
 

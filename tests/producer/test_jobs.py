@@ -1,4 +1,4 @@
-"""Our jobs in real `rq worker` processes: answered once, resumed after a kill, cancelled when they are stopped."""
+"""The RQ jobs in real `rq worker` processes: one request each, resumed after a kill, cancelled after a stop."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_job_returns_its_result_as_plain_json_and_shows_itself(queue: Queue, r
     assert job.func_name == "producer.jobs.generate"
 
 
-def test_what_a_worker_would_refuse_fails_the_job_and_says_why(rqueue: Rq, worker: MiniWorker) -> None:
+def test_a_request_that_a_worker_would_refuse_fails_the_rq_job_with_its_reason(rqueue: Rq, worker: MiniWorker) -> None:
     job = rqueue.enqueue("generate", prompt="x", temperature=9)
     rqueue.worker("--burst")
     failed = rqueue.ends(job, "failed").latest_result()
@@ -125,7 +125,7 @@ def test_a_job_whose_worker_is_killed_is_resumed_by_the_next(queue: Queue, rqueu
 
 
 @pytest.mark.slow
-def test_a_finished_request_is_found_by_a_job_that_never_heard_of_it(
+def test_a_retried_job_finds_the_request_that_ended_after_its_worker_was_killed(
     queue: Queue, rqueue: Rq, worker: MiniWorker
 ) -> None:
     job = rqueue.enqueue("generate", prompt="HOLD on", retry=rq.Retry(max=1))
@@ -168,7 +168,7 @@ def test_cancelling_a_running_job_in_rq_cancels_its_request(queue: Queue, rqueue
 
 
 @pytest.mark.parametrize("retries", [0, 1])
-def test_a_job_that_runs_out_of_time_cancels_unless_it_will_come_back(
+def test_a_job_that_times_out_cancels_its_request_unless_it_will_be_retried(
     queue: Queue, rqueue: Rq, worker: MiniWorker, retries: int
 ) -> None:
     retry = rq.Retry(max=retries, interval=600) if retries else None
@@ -212,7 +212,7 @@ def test_a_batch_file_is_finished_over_a_killed_horse(
     assert job.meta["tokenmill"]["succeeded"] == 6
 
 
-def test_stopping_a_batch_cancels_what_is_in_flight_and_a_requeue_finishes_it(
+def test_stopping_a_batch_cancels_its_requests_in_flight_and_a_requeue_finishes_it(
     queue: Queue, rqueue: Rq, worker: MiniWorker, tmp_path: Path
 ) -> None:
     source, output = batch_file(tmp_path, ["a", "HOLD b", "c", "d"]), tmp_path / "out.jsonl"

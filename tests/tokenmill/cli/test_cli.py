@@ -20,7 +20,8 @@ from tests.support import RedisServer, eventually, output_of
 from tests.tokenmill.batch.files import request, write
 from tests.tokenmill.mini import MiniWorker, Queue
 from tokenmill.cli import main as cli
-from tokenmill.cli.main import Exit
+from tokenmill.cli import waiting
+from tokenmill.cli.console import Exit
 from tokenmill.cli.packages import NAMES
 from tokenmill.client.sync import Client
 from tokenmill.protocol.version import version
@@ -72,7 +73,7 @@ def test_chat_sends_messages(queue: Queue) -> None:
     }
 
 
-def test_the_exit_status_tells_how_it_ended(queue: Queue, worker: MiniWorker) -> None:
+def test_the_exit_status_says_how_the_job_ended(queue: Queue, worker: MiniWorker) -> None:
     failed = run(queue, "submit", "one FAIL")
     assert (failed.returncode, failed.stdout) == (Exit.FAILED, "one \n")
     assert "engine_error" in failed.stderr
@@ -143,15 +144,18 @@ def test_info_says_when_no_worker_serves_the_queue(queue: Queue) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["submit", "x", "--id", "mine"], "job mine: still queued; `tokenmill info` tells who serves"),
+        (
+            ["submit", "x", "--id", "mine"],
+            "job mine: still queued; `tokenmill info` shows the workers of queue {queue}",
+        ),
         (["tail", "unknown"], "job unknown: queue {queue} has no such job"),
         (["result", "unknown"], "job unknown: queue {queue} has no such job"),
     ],
 )
-def test_a_command_that_waits_for_long_says_why(
+def test_a_command_that_waits_without_an_event_says_why(
     queue: Queue, monkeypatch: pytest.MonkeyPatch, arguments: list[str], told: str
 ) -> None:
-    monkeypatch.setattr(cli, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(waiting, "PATIENCE_S", 0.05)
     where = ["--timeout", "1", "--redis", queue.url, "--queue", queue.keys.queue]
     done = CliRunner().invoke(cli.app, [*arguments, *where])
     assert done.exit_code == Exit.EXPIRED
@@ -175,7 +179,7 @@ def test_a_command_says_at_once_that_a_job_is_delayed_and_waits(queue: Queue, wo
 def test_a_command_says_what_moves_a_delayed_job_that_stays_overdue(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(waiting, "PATIENCE_S", 0.05)
     with Client(queue.url, queue.keys.queue) as client:
         client.submit("x", id="later", delay=0.01)
     where = ["--timeout", "1", "--redis", queue.url, "--queue", queue.keys.queue]
@@ -184,9 +188,9 @@ def test_a_command_says_what_moves_a_delayed_job_that_stays_overdue(
 
 
 def test_a_paused_queue_says_so(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(waiting, "PATIENCE_S", 0.05)
     queue.redis.hset(queue.keys.meta, mapping={"paused": "yes", "max_dept": "5"})
-    told = f"queue {queue.keys.queue} is paused: the job waits until it is resumed\n"
+    told = f"queue {queue.keys.queue} is paused: the job waits until the queue is resumed\n"
     done = run(queue, "submit", "x", "--id", "mine", "--no-wait")
     assert (done.stdout, done.stderr) == ("mine\n", told)
     where = ["--timeout", "1", "--redis", queue.url, "--queue", queue.keys.queue]
@@ -226,7 +230,7 @@ def test_a_redis_without_tls_is_reported_with_what_to_do(own_redis: RedisServer)
 
 
 @pytest.mark.redis_server
-def test_a_time_out_while_redis_is_away_is_no_expired_job(own_redis: RedisServer) -> None:
+def test_a_time_out_while_redis_is_away_has_the_status_of_redis_away(own_redis: RedisServer) -> None:
     done: list[Any] = []
     arguments = ["result", "unknown", "--timeout", "2", "--redis", own_redis.url]
     command = threading.Thread(target=lambda: done.append(CliRunner().invoke(cli.app, arguments)))
@@ -318,14 +322,14 @@ def test_a_missing_extra_is_named() -> None:
         "    if name.startswith('worker'):\n"
         "        raise ModuleNotFoundError('no torch', name='torch')\n"
         "    return real(name, *rest)\n"
-        "import tokenmill.cli.main\ntokenmill.cli.main.importlib.import_module = fake\ntokenmill.cli.main.main()\n"
+        "import tokenmill.cli.main\nimportlib.import_module = fake\ntokenmill.cli.main.main()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == Exit.USAGE
     assert "pip install '.[worker]'" in done.stderr
 
 
-def test_an_extra_that_is_missed_late_is_named_too() -> None:
+def test_an_extra_that_the_running_command_misses_is_named_too() -> None:
     """The worker imports torch and more only once its options are read."""
     code = (
         "import sys\nsys.argv = ['tokenmill', 'worker', '--model', 'x']\nsys.modules['prometheus_client'] = None\n"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.client.core import TextFollower, TextRestarted
+from tokenmill.client.follow import TextFollower, TextRestarted
 from tokenmill.protocol.errors import ErrorCode, JobError
 from tokenmill.protocol.events import FinalEvent, StartEvent, StreamReader, TokenEvent, parse_event
 from tokenmill.protocol.result import Choice, ErrorInfo, Result, Status, Timings, Usage
