@@ -159,6 +159,14 @@ class GrammarCompiler:
             raise GrammarError(str(known.outcome))
         return known.outcome
 
+    def check(self) -> None:
+        """Try a small fixed grammar in the other process.
+
+        Raises:
+            GrammarUndecided: that process fails even for this grammar, so no other grammar is to blame.
+        """
+        self._compile("choice", ["a"])
+
     def _find(self, key: tuple[Kind, str]) -> _Known | None:
         with self._lock:
             known = self._cache.get(key)

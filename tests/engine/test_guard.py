@@ -183,7 +183,10 @@ def test_children_that_keep_dying_give_no_verdict_and_nothing_is_remembered(monk
     monkeypatch.setattr(guard, "_start", start_and_kill)
     with pytest.raises(GrammarUndecided):
         compiler.compile("regex", "a")
+    with pytest.raises(GrammarUndecided):
+        compiler.check()
     monkeypatch.setattr(guard, "_start", start)
+    compiler.check()
     assert compiler.compile("regex", "a")
     guard.close()
 

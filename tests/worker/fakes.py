@@ -53,6 +53,12 @@ class FakeCompiler:
     release: threading.Event = field(default_factory=threading.Event)
     compiled: list[tuple[str, Any]] = field(default_factory=list)
     undecided: int = 0
+    broken: bool = False
+    """Whether no grammar can be tried."""
+
+    def check(self) -> None:
+        if self.broken:
+            raise GrammarUndecided("no process to try it in")
 
     def compile(self, kind: Any, spec: Any) -> Any:
         if spec == "slow":
@@ -61,6 +67,7 @@ class FakeCompiler:
             raise BaseException("as pyo3 raises what Rust panics with")
         if spec == "bad":
             raise GrammarError("it is bad")
+        self.check()
         if spec == "undecided" and self.undecided:
             self.undecided -= 1
             raise GrammarUndecided("no process to try it in")

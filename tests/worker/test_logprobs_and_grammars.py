@@ -123,6 +123,21 @@ def test_a_grammar_that_could_not_be_tried_is_tried_again_and_never_called_inval
         worker.at_rest()
 
 
+def test_a_worker_that_can_compile_no_grammar_fails_no_job_beside_a_healthy_one(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.queue.intake.GRAMMAR_PAUSES", (0.01, 0.01))
+    with inside(queue) as broken:
+        broken.model.grammars.broken = True
+        body = {"prompt": "x", "max_tokens": 1, "structured_outputs": {"regex": "a"}}
+        jobs = [queue.add(body) for _ in range(8)]
+        plain = queue.add({"prompt": "x", "max_tokens": 1})
+        assert queue.check_ending(plain)["status"] == "succeeded"
+        with inside(queue):
+            assert {queue.check_ending(job)["status"] for job in jobs} == {"succeeded"}
+    assert {queue.client.hget(queue.keys.job(job), "tries") for job in jobs} == {b"1"}
+
+
 def test_a_job_cancelled_while_its_grammar_is_compiled_computes_nothing(queue: Queue) -> None:
     with inside(queue) as worker:
         job = queue.add({"prompt": "x", "structured_outputs": {"regex": "slow"}})

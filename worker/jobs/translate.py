@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.request import GrammarError, InvalidRequest, PromptTooLong, Request, SamplingParams
+from engine.request import GrammarError, GrammarUndecided, InvalidRequest, PromptTooLong, Request, SamplingParams
 from tokenmill.protocol.body import Body, parse_body
 from tokenmill.protocol.callback import AllowList, CallbackError
 from tokenmill.protocol.errors import ErrorCode, JobError
@@ -37,6 +37,7 @@ class Compiler(Protocol):
     """What the worker needs of `engine.sampling.structured.GrammarCompiler`."""
 
     def compile(self, kind: Any, spec: Any) -> Grammar: ...
+    def check(self) -> None: ...
 
 
 class ModelLike(Protocol):
@@ -144,6 +145,14 @@ class Translator:
             return self._model.grammars.compile(structure.kind, structure.spec)
         except (GrammarError, ValueError) as error:
             raise JobError(ErrorCode.INVALID_REQUEST, f"{structure.key}: {error}") from None
+
+    def can_compile(self) -> bool:
+        """Return whether a small fixed grammar can be compiled; if not, no job's grammar is to blame."""
+        try:
+            self._model.grammars.check()
+        except GrammarUndecided:
+            return False
+        return True
 
     def _prompt(self, body: Body) -> Sequence[int]:
         if isinstance(body.prompt, list):

@@ -284,7 +284,9 @@ class Intake:
                 self._loop.post(Add(dataclasses.replace(request, grammar=grammar)))
 
     def _grammar(self, job: Job, structure: Structure) -> Grammar | None:
-        """Compile, again after a pause where this worker and not the grammar is at fault; None if the worker stops.
+        """Compile the grammar of a job; retry after a pause where this worker and not the grammar is at fault.
+
+        Returns None if the worker stops, or if it cannot compile any grammar and has handed the job back.
 
         Raises:
             JobError: it cannot be compiled, or this worker still cannot tell.
@@ -296,6 +298,10 @@ class Intake:
             except GrammarUndecided as error:
                 log.warning("grammar_undecided", id=job.id, message=str(error), tries_left=len(pauses))
                 if not pauses:
+                    if not self._translator.can_compile():
+                        self._give_back([job])  # another worker may be able to, and no start counts
+                        if not self._held.owns(job):
+                            return None
                     raise no_grammar(structure.key, str(error)) from None
             if self._stop.wait(pauses.pop(0)):
                 return None
