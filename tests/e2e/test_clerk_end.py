@@ -115,9 +115,7 @@ def test_the_scheduler_is_stopped_however_early_the_end_comes(own: Queue) -> Non
 
 def test_the_lock_of_a_dead_scheduler_is_taken_over_and_that_of_a_living_one_is_not(own: Queue) -> None:
     queue = RqQueue("locked", connection=Redis.from_url(own.url), serializer=JSONSerializer)
-    living, other = (
-        SteadyScheduler([queue], connection=queue.connection, serializer=JSONSerializer) for _ in range(2)
-    )
+    living, other = (SteadyScheduler([queue], connection=queue.connection, serializer=JSONSerializer) for _ in range(2))
     assert living.acquire_locks() == {"locked"}
     assert not other.acquire_locks()
     queue.connection.expire(living.get_locking_key("locked"), 50)  # as after 11 seconds without a heartbeat
