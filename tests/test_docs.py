@@ -1,4 +1,4 @@
-"""The documents say what is true: links lead somewhere, tables match the code."""
+"""The documents are true: links lead to a file and a heading, tables match the code."""
 
 from __future__ import annotations
 

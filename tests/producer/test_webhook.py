@@ -1,4 +1,4 @@
-"""A webhook reaches whom it may reach, signed, and nobody else."""
+"""A webhook is sent, signed, to allowed hosts, and to no other host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callers see while a real Redis changes its master, restarts, hangs, or is not the one that they meant."""
+"""What callers see while a real Redis fails over, restarts or hangs, or if the URL leads to the wrong server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that Redis had and has no more is not waited for; one that Redis never had may still come."""
+"""A wait for a job that Redis has lost ends; a wait for a job that Redis never had goes on: the job may still come."""
 
 from __future__ import annotations
 

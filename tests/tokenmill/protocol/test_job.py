@@ -1,4 +1,4 @@
-"""Entry fields: what is wrong is named, whoever can be answered is."""
+"""Entry fields: an error names the wrong field, and every entry with a usable id gets a result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wrong URL is told in one line before anything is done, and shows nothing that may be a password."""
+"""A wrong URL is reported in one line before anything is done, and the line shows nothing that may be a password."""
 
 from __future__ import annotations
 
