@@ -1,4 +1,4 @@
-"""Fixtures of every room, and the rule that CI skips nothing."""
+"""Fixtures that all tests share, and the rule that a skipped test fails in CI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of several rooms share: polling with a deadline, and a real redis-server of one's own."""
+"""Helpers for all tests: polling with a deadline, commands that must succeed, a real redis-server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers, Redis and the line between, killed, paused, cut and restarted by a seeded die; then the books are read."""
+"""Kill, pause, cut off and restart workers and Redis at random (seeded); then check the result of every job."""
 
 from __future__ import annotations
 

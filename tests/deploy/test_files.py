@@ -1,4 +1,4 @@
-"""The files of deployment, read: what must hold before anything is started."""
+"""The files of deployment: what can be checked without starting anything."""
 
 from __future__ import annotations
 

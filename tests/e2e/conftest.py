@@ -1,4 +1,4 @@
-"""Queues of one's own, and workers that do not outlive their test."""
+"""Fixtures: a queue for each test, and worker processes that end with it."""
 
 from __future__ import annotations
 

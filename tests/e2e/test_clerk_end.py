@@ -1,4 +1,4 @@
-"""The clerk's process: it ends when it is asked to, with its children, and it outlives what Redis goes through."""
+"""The clerk's process ends on a signal, with its children, and survives outages and failovers of Redis."""
 
 from __future__ import annotations
 

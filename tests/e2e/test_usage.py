@@ -1,4 +1,4 @@
-"""What users mistype, paste and break off: one line and a status, never a traceback, in every command."""
+"""Mistyped, pasted and interrupted commands end with one line and an exit status, never with a traceback."""
 
 from __future__ import annotations
 

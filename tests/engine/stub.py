@@ -1,4 +1,4 @@
-"""A model without weights whose text betrays every mistake in memory.
+"""A model without weights whose text is wrong after any mistake in the KV pool.
 
 Its KV entry of a token is an integer that depends on the token and its position; its logits are an exact hash of all
 entries that it reads through the block table. A wrong slot, a stale block or a skipped token changes the text, and

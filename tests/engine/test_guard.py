@@ -1,4 +1,4 @@
-"""Whatever is sent as a grammar, there is an answer soon, and the process that asked lives."""
+"""Every grammar is accepted or refused within a time limit, and the calling process survives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine under arbitrary sequences of submit, cancel, drop, expire and step: the stub betrays every mistake."""
+"""The engine under arbitrary sequences of submit, cancel, drop, expire and step; a mistake changes the stub's text."""
 
 from __future__ import annotations
 

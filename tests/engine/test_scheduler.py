@@ -1,4 +1,4 @@
-"""What a step plans: who, how many tokens, whose blocks."""
+"""What a step plans: which sequences, how many tokens of each, which blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers itself makes of a model, and what counts as the same."""
+"""Logits and greedy ids that transformers computes for a model, and a comparison with ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing in a checkpoint or a config is ignored: what is not understood goes elsewhere or is refused by name."""
+"""No key or tensor of a model's files is ignored: the model runs in transformers, or is refused with the name."""
 
 from __future__ import annotations
 

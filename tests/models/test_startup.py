@@ -1,4 +1,4 @@
-"""What makes a start slow is not imported unless it is needed."""
+"""Slow imports happen only if they are needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A receiver of webhooks on loopback, HTTP or HTTPS, that records the requests and sends the given answers."""
+"""A receiver of webhooks on loopback (HTTP or HTTPS) that records requests and answers with given statuses."""
 
 from __future__ import annotations
 

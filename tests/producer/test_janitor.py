@@ -1,4 +1,4 @@
-"""The janitor removes consumers and groups that are no longer used, and nothing else."""
+"""The janitor removes idle consumers and leftovers of deleted jobs, and nothing else."""
 
 from __future__ import annotations
 

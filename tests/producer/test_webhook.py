@@ -1,4 +1,4 @@
-"""A webhook is signed, and reaches only allowed and public hosts."""
+"""A webhook is sent, signed, to allowed hosts, and to no other host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker without an engine, speaking the scripts: what it says is in the prompt.
+"""A worker without an engine: it answers each job with the words of its prompt, through the real scripts.
 
 A prompt is words between blanks; the worker publishes each as one event. Special words: `HOLD` waits until the test
 calls `release()`, `FAIL` ends with `engine_error`, `DIE` drops the job without a word as a killed worker would.

@@ -1,4 +1,4 @@
-"""A queue of its own for each test, on fakeredis' TCP server and on a real one."""
+"""Fixtures: a queue for each test, on fakeredis and on a real server."""
 
 from __future__ import annotations
 

@@ -57,10 +57,16 @@ class Queue:
         self.client.set(self.keys.cancel(job_id), reason, ex=3600)
 
     def depth(self) -> int:
-        return sum(int(self.client.xlen(lane)) for lane in self.keys.lanes)
+        pipe = self.client.pipeline(transaction=False)
+        for lane in self.keys.lanes:
+            pipe.xlen(lane)
+        return sum(pipe.execute())
 
     def pending(self) -> int:
-        return sum(int(self.client.xpending(lane, GROUP)["pending"]) for lane in self.keys.lanes)
+        pipe = self.client.pipeline(transaction=False)
+        for lane in self.keys.lanes:
+            pipe.xpending(lane, GROUP)
+        return sum(int(one["pending"]) for one in pipe.execute())
 
     def check_ending(self, job_id: str) -> dict[str, Any]:
         """The invariants of every ending; returns the result."""

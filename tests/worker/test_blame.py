@@ -1,4 +1,4 @@
-"""Who kills a worker is found, one suspect at a time, and nobody else pays for it."""
+"""A job that kills its workers is found, one suspect at a time, and no other job fails for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker does while Redis is slow, away or wiped, and that silence is silence."""
+"""What a worker does while Redis is slow, away or empty, and that an idle worker logs nothing."""
 
 from __future__ import annotations
 

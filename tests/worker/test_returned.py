@@ -1,4 +1,4 @@
-"""What is handed back finds its next worker at once, and a tenant above its cap of running jobs waits, no more."""
+"""A job that is handed back is read at once by the next worker; a job above its tenant's cap of running jobs waits."""
 
 from __future__ import annotations
 

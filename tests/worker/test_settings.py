@@ -7,6 +7,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 import worker.cli
+from kernels.attention import backend_names
 from worker.settings import Settings, option, parse_size, variable
 
 
@@ -81,3 +82,8 @@ def test_the_command_line_reaches_main(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 7
     assert (seen[0].served_model_name, seen[0].num_kv_blocks, seen[0].enable_prefix_caching) == (("a", "b"), 9, False)
     assert CliRunner().invoke(app, []).exit_code == 2  # no model
+
+
+@pytest.mark.parametrize("name", ["auto", *backend_names()])
+def test_every_attention_backend_can_be_chosen(name: str) -> None:
+    assert worker.cli.settings_from({"model": "m", "attention": name}).attention == name

@@ -1,4 +1,4 @@
-"""Many small jobs of every kind: memory and every book come back to where they were, and an idle worker is quiet."""
+"""Many small jobs of every kind: memory and the sizes of all containers stay flat, and an idle worker logs nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who comes next: higher lanes are read past lower ones that wait, and within a lane the order survives outages.
+"""The order of jobs: a higher lane is read while jobs of a lower lane wait; within a lane the order survives outages.
 
 The engine is the real one over a stub model.
 """

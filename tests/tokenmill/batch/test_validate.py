@@ -1,4 +1,4 @@
-"""The whole file is checked, and every fault is reported with its line and OpenAI's code."""
+"""A file is checked as a whole, and every error is reported with its line and OpenAI's code."""
 
 from __future__ import annotations
 

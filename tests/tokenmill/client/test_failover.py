@@ -1,4 +1,4 @@
-"""What callers of the clients see while a real Redis fails over, restarts or hangs, or the URL leads elsewhere."""
+"""What callers see while a real Redis fails over, restarts or hangs, or if the URL leads to the wrong server."""
 
 from __future__ import annotations
 

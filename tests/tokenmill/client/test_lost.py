@@ -1,4 +1,4 @@
-"""A wait ends if Redis has lost the job; a wait for a job that Redis never had goes on."""
+"""A wait for a job that Redis has lost ends; a wait for a job that Redis never had goes on: the job may still come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A misspelt environment variable is reported with the most similar setting."""
+"""For an unknown environment variable a warning names the most similar known variable."""
 
 from __future__ import annotations
 

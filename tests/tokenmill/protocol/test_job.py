@@ -1,4 +1,4 @@
-"""Entry fields: an error names the field, and every entry with a usable id gets an identity."""
+"""Entry fields: an error names the wrong field, and every entry with a usable id gets a result."""
 
 from __future__ import annotations
 

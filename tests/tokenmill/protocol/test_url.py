@@ -1,4 +1,4 @@
-"""A wrong URL is refused, before anything is done, with one line that contains nothing that may be a password."""
+"""A wrong URL is reported in one line before anything is done, and the line shows nothing that may be a password."""
 
 from __future__ import annotations
 
