@@ -26,6 +26,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 """Type number of a metadata value: its `struct` code."""
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
+_MAX_COUNT = 1 << 22
+"""Tensors, keys or elements of an array beyond which a number is taken for damage; vocabularies have some 100,000."""
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 
 
@@ -145,7 +147,7 @@ class _Parser:
                 if swapped in _VERSIONS
                 else f"version {version} of the format is not known"
             )
-        tensors, keys = self._number("Q"), self._number("Q")
+        tensors, keys = self._count("tensors"), self._count("keys")
         metadata: dict[str, Any] = {}
         for _ in range(keys):
             key = self._string()
@@ -164,6 +166,12 @@ class _Parser:
         self._at += struct.calcsize(f"<{code}")
         return value
 
+    def _count(self, what: str) -> int:
+        count: int = self._number("Q")
+        if count > _MAX_COUNT:
+            raise _Broken(f"it says that it has {count} {what}")
+        return count
+
     def _string(self) -> str:
         return next(self._strings(1))
 
@@ -181,7 +189,7 @@ class _Parser:
         if kind == _STRING:
             return self._string()
         if kind == _ARRAY:
-            return self._array(self._number("I"), self._number("Q"))
+            return self._array(self._number("I"), self._count("elements in an array"))
         if kind not in _SCALARS:
             raise _Broken(f"metadata of type {kind} is not known")
         return self._number(_SCALARS[kind])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -378,6 +379,14 @@ class TestGgufFiles:
     ) -> None:
         (tmp_path / "x.gguf").write_bytes(content)
         refused(tmp_path / "x.gguf", "x.gguf", part)
+
+    def test_a_damaged_count_is_refused_before_a_large_file_is_read_for_it(self, tmp_path: Path) -> None:
+        array = (9).to_bytes(4, "little") + (0).to_bytes(4, "little") + (30_000_000).to_bytes(8, "little")
+        head = b"GGUF" + (3).to_bytes(4, "little") + (0).to_bytes(8, "little") + (1).to_bytes(8, "little")
+        (tmp_path / "x.gguf").write_bytes(head + (1).to_bytes(8, "little") + b"a" + array + bytes(30_000_000))
+        began = time.process_time()
+        refused(tmp_path / "x.gguf", "30000000 elements")
+        assert time.process_time() - began < 0.5
 
     @pytest.mark.parametrize(
         "name",
