@@ -75,7 +75,7 @@ def _pausing(stop: threading.Event) -> Callable[[float], None]:
 
     def pause(seconds: float) -> None:
         if stop.wait(seconds):
-            raise BatchStopped("Stopped while Redis was away. Run the same command to continue.")
+            raise BatchStopped("Stopped while Redis was away. Run the file again to continue.")
 
     return pause
 
@@ -113,7 +113,7 @@ class Flights:
     def submit(self, batch: Sequence[Ready]) -> list[Ready]:
         """Submit requests; return those for which the queue has no room.
 
-        A request that is in flight already is submitted again only in case Redis has lost its job.
+        A request in flight gets a new job only if Redis has lost the old one.
         """
         entries = [
             JobEntry(id=ready.flight.asked.job_id, body=ready.body, stream=False, group=self._group) for ready in batch

@@ -241,7 +241,7 @@ class Outputs:
         self._opened.close()
 
     def _claim(self, digest: str, errors: str | None) -> State:
-        """Return the state of these files, if they are empty or belong to this input.
+        """Return the state of these files, if they belong to this input, or are empty and no run has submitted.
 
         Raises:
             BatchError: they belong to another input, or to no run.

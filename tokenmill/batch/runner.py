@@ -210,7 +210,7 @@ class _Run:
         report = BatchReport(self._index.total, self._outputs.succeeded, self._outputs.failed)
         if not report.complete and not self._stop.is_set():
             missing = report.total - report.succeeded - report.failed
-            raise BatchError(f"{missing} requests have no line. Run the same command to continue.")
+            raise BatchError(f"{missing} requests have no line. Run the file again to continue.")
         return report
 
     def _fill(self, ready: Iterator[Ready], waiting: list[Ready]) -> bool:

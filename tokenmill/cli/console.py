@@ -105,14 +105,14 @@ def warn_of_variables(environ: Mapping[str, str], known: Collection[str] | None 
 
 
 def _variables_of_the_worker() -> frozenset[str]:
-    """Return the names of the worker's settings; none where they cannot be imported, or `worker` is a service's own."""
+    """Return the names of the worker's settings; none if they cannot be imported, or `worker` is a service's module."""
     try:
         spec = importlib.util.find_spec("worker")
-    except ValueError:  # somebody put a module of that name in place by hand
+    except ValueError:  # a module without a spec was put into `sys.modules`
         spec = None
     if spec is None or spec.origin != str(Path(tokenmill.__file__).parents[1] / "worker" / "__init__.py"):
         return frozenset()
-    with suppress(ModuleNotFoundError):  # of an extra
+    with suppress(ModuleNotFoundError):  # a package of an extra is missing
         return frozenset(importlib.import_module("worker.settings").VARIABLES)
     return frozenset()
 

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from tokenmill.cli.console import Exit, end
-from tokenmill.cli.packages import NAMES, prefer_ours
+from tokenmill.cli.packages import NAMES
 
 
 class Lazy(NamedTuple):
@@ -44,7 +44,6 @@ class LazyCommand(TyperCommand):
 
 def _load(name: str) -> Any:
     module, _, attribute = LAZY[name].target.partition(":")
-    prefer_ours()
     with _missing_extras(name):
         function: Callable[..., None] = getattr(importlib.import_module(module), attribute)
 
