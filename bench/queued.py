@@ -122,7 +122,7 @@ class Stack:
         while self.client.xlen(self.keys.lane("normal")):
             self.worker.check()
             if time.monotonic() > deadline:
-                raise BenchError(f"jobs are still in the queue after {timeout:.0f} s:\n{self.worker.last_words()}")
+                raise BenchError(f"jobs are still in the queue after {timeout:.0f} s:\n{self.worker.log_tail()}")
             time.sleep(POLL)
 
     def _read(self, ids: list[str]) -> dict[str, list[tuple[float, int]]]:

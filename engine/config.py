@@ -45,7 +45,7 @@ class EngineConfig:
     """Blocks in the host tier; 0 means that preempted sequences are always recomputed."""
     max_overtakes: int = 16
     """How often a waiting sequence for which there is no room may be overtaken by smaller ones."""
-    aging_seconds: float = 30.0
+    aging_seconds: float = 30
     """How much longer each lower lane waits at most: after that it goes before newcomers of the lane above."""
 
     def __post_init__(self) -> None:

@@ -93,11 +93,11 @@ def test_no_document_names_a_private_path() -> None:
         )
 
 
-def test_every_metric_is_documented_with_its_labels() -> None:
+def test_every_metric_is_documented_with_its_labels_and_its_help() -> None:
     for family in Telemetry().registry.collect():
         labels = sorted({key for sample in family.samples for key in sample.labels if key != "le"})
         name = family.name + ("_total" if family.type == "counter" else "")
-        row = f"| `{name}` | {family.type} | {', '.join(f'`{label}`' for label in labels)} |"
+        row = f"| `{name}` | {family.type} | {', '.join(f'`{label}`' for label in labels)} | {family.documentation} |"
         assert row in REFERENCE, f"docs/reference.md lacks {row}"
 
 

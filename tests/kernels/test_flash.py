@@ -196,7 +196,7 @@ def test_auto_says_nothing_of_backends_for_other_devices(caplog: pytest.LogCaptu
 
 
 def test_the_setting_offers_every_backend() -> None:
-    asked = {Settings(model="m", attention=name).attention for name in ("auto", *backend_names())}  # type: ignore[arg-type]
+    asked = {Settings(model="m", attention=name).attention for name in ("auto", *backend_names())}
     assert asked == {"auto", *backend_names()}
 
 

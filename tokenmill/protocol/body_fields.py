@@ -20,7 +20,7 @@ _TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")
 OPERATORS: Final = frozenset(
     {"chat_template", "tokenize", "tokenizer", "conversation", "messages", "tools", "return_dict", "return_tensors"}
     | {"padding", "truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask", "documents"}
-    | {"add_generation_prompt", "continue_final_message", "sanitize_control_tokens"}
+    | {"add_generation_prompt", "continue_final_message", "sanitize_control_tokens", "conversations", "self"}
 )
 """Arguments of transformers' `apply_chat_template` that a job must not set through `chat_template_kwargs`."""
 

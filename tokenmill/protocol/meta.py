@@ -22,14 +22,9 @@ from tokenmill.protocol.keys import Keys
 ON: Final = ("1", "true", "yes", "on")
 OFF: Final = ("0", "false", "no", "off")
 FLAGS: Final = ("paused",)
-NUMBERS: Final = (
-    "max_depth",
-    "max_per_tenant",
-    "max_running_per_tenant",
-    "lease_ms",
-    "result_ttl_seconds",
-    "stream_ttl_seconds",
-)
+PUBLISHED: Final = ("lease_ms", "result_ttl_seconds", "stream_ttl_seconds")
+"""Fields that workers write: the names of their settings."""
+NUMBERS: Final = ("max_depth", "max_per_tenant", "max_running_per_tenant", *PUBLISHED)
 SHOWN: Final = 5
 """Maximum number of problems that are listed; a foreign hash may have any number of fields."""
 _WHOLE = re.compile(r"\s*[0-9]{1,15}\s*")

@@ -311,7 +311,7 @@ def test_the_demos_worker_imports_our_packages_where_the_folder_has_files_of_the
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((".", str(Path(tokenmill.__file__).parents[1]))))
     with worker_process("--help") as worker:
-        assert worker.process.wait(60) == 0, worker.last_words()
+        assert worker.process.wait(60) == 0, worker.log_tail()
 
 
 def test_a_missing_extra_is_named() -> None:
