@@ -15,8 +15,9 @@ from torch import Tensor
 from engine.batch import Model
 from engine.config import ModelOptions
 from engine.models.chat import Tokenizer
-from engine.models.config import DecoderConfig, Unsupported, decoder_config, fused_config
+from engine.models.config import DecoderConfig, Unsupported
 from engine.models.decoder import Decoder
+from engine.models.families import decoder_config, fused_config
 from engine.models.files import Source, find_model
 from engine.models.generation import GenerationDefaults, read_generation
 from engine.models.gguf import ROPE_FACTORS

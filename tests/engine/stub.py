@@ -21,8 +21,7 @@ from engine.runner import ModelRunner
 from engine.sampling.sampler import Row, Sampled, Sampler, token_logprobs
 from engine.sampling.structured import Grammar
 from engine.scheduling.block_manager import Moves
-from engine.scheduling.plan import Plan, Slice
-from engine.scheduling.scheduler import _Draft
+from engine.scheduling.plan import Draft, Plan, Slice
 from engine.sequence import Sequence
 
 Entries = np.ndarray[tuple[int], np.dtype[np.uint64]]
@@ -173,7 +172,7 @@ def preempt(engine: Engine, request_id: str) -> None:
     """Take the blocks of all running sequences of a request now, between two steps, and make the copies."""
     scheduler = engine.scheduler
     for seq in [seq for seq in scheduler.running if seq.request.id == request_id]:
-        scheduler._preempt(seq, _Draft(0, None))
+        scheduler._preempt(seq, Draft(0, None))
     moves = scheduler.blocks.moves
     copies = tuple((read, write) for write, read in moves.copies.items())
     engine.runner.move(Plan(swap_out=tuple(moves.out), copies=copies))
@@ -236,7 +235,7 @@ def expect_idle(engine: Engine) -> None:
     assert scheduler.blocks.host.num_free == scheduler.blocks.host.size
     assert (scheduler.num_waiting, scheduler.running, scheduler.swapped) == (0, [], [])
     assert (scheduler.waiting._heap, scheduler.waiting._parked, scheduler.waiting._computing) == ([], {}, {})
-    assert scheduler._children == {}
+    assert scheduler.children == {}
     assert scheduler.blocks.moves == Moves()
     assert (engine._requests, engine._endings) == ({}, {})
     assert engine._deadlines._heap == []

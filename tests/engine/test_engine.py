@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from engine.canary import CANARY_ID
+from engine.engine import Engine
 from engine.outputs import EngineBroken, Fault, Outcome, StepOutput
 from engine.request import InvalidRequest, PromptTooLong, Request
 from engine.sampling.sampler import Sampled
+from engine.scheduling.block_pool import IntegrityError
 from engine.scheduling.plan import Plan
 from engine.sequence import FinishReason
 from tests.engine.stub import Collector, alone, expect_idle, expect_short_outputs, make_engine, request, run, steps
@@ -527,3 +529,37 @@ def test_blocks_that_cannot_be_copied_are_no_requests_fault() -> None:
     runner.move = full  # type: ignore[method-assign]
     with pytest.raises(EngineBroken, match="no space left"):
         list(steps(engine))
+
+
+def test_a_leaked_block_is_reported_as_long_as_the_longest_request_fits() -> None:
+    engine, _ = make_engine(num_blocks=20, max_model_len=64, host_slots=4)
+    run(engine, request("a", list(range(1, 20))))
+    assert engine.check_idle() is None
+    engine.scheduler.blocks.host.take()
+    for leaked in range(1, 5):
+        engine.scheduler.blocks.device.take()
+        leak = engine.check_idle()
+        assert leak is not None
+        assert f"{leaked} of 20 device blocks" in leak
+        assert "1 of 4 host blocks" in leak
+    engine.scheduler.blocks.device.take()
+    with pytest.raises(IntegrityError, match="64 tokens no longer fits"):
+        engine.check_idle()
+
+
+def check_often(engine: Engine) -> None:
+    """Check an idle engine as often as a pool of 1,000 blocks needs."""
+    for _ in range(4):
+        assert engine.check_idle() is None
+
+
+def test_successive_checks_of_an_idle_engine_find_a_wrong_hash_anywhere_in_the_pool() -> None:
+    engine, _ = make_engine(num_blocks=1000)
+    run(engine, request("a", list(range(1, 20))))
+    device = engine.scheduler.blocks.device
+    for block in (0, 999):
+        digest, device._hashes[block] = device._hashes[block], b"of another prefix"
+        with pytest.raises(IntegrityError, match=f"block {block} "):
+            check_often(engine)
+        device._hashes[block] = digest
+    check_often(engine)

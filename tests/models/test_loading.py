@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from engine.config import ModelOptions
-from engine.models.config import Unsupported, fused_config
+from engine.models.config import Unsupported
+from engine.models.families import fused_config
 from engine.models.loading import LoadedModel, LoadError, load_model
 from tests.models.driver import Driver
 from tests.models.reference import Reference

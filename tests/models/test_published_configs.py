@@ -15,7 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from engine.config import ModelOptions
-from engine.models.config import _NEUTRAL, Unsupported, fused_config
+from engine.models.config import Unsupported
+from engine.models.families import _NEUTRAL, fused_config
 from engine.models.loading import load_model
 from tests.models.driver import Driver
 from tests.models.reference import Reference, near_ties
