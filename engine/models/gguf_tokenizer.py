@@ -179,7 +179,7 @@ class Vocabulary:
         self._named_ids = {i for name in _NAMED if (i := self.named(name)) is not None}
 
     def _text(self, i: int, token: str) -> str:
-        """Return the text of a token; with spaces if user-defined, since those are matched before spaces are replaced."""
+        """Return the text of a token. A user-defined token has spaces: it is matched before spaces are replaced."""
         return token.replace(_SPACE, " ") if self.is_sentencepiece and self._type(i) == _USER_DEFINED else token
 
     def _type(self, i: int) -> int:

@@ -26,7 +26,7 @@ def test_a_request_ends_with_its_text_and_all_blocks_back() -> None:
     assert (last.prompt_tokens, last.completion_tokens, last.cached_tokens) == (3, 5, 0)
 
 
-def test_early_finishers_leave_their_neighbours_alone() -> None:
+def test_requests_that_end_early_do_not_change_other_texts() -> None:
     engine, _ = make_engine()
     requests = [request(f"r{n}", [n] * n, max_tokens=n, ignore_eos=True) for n in range(1, 9)]
     finished = run(engine, *requests)
@@ -91,7 +91,7 @@ def test_choices_share_the_prompt_and_differ_in_noise() -> None:
     assert computed == 13 + 4 * 5, "the prompt is computed once, for all"
 
 
-def test_a_seed_repeats_itself_whatever_the_neighbours() -> None:
+def test_a_seed_gives_the_same_text_beside_any_other_requests() -> None:
     one = request("a", [3, 1, 4], 10, temperature=0.9, seed=42, ignore_eos=True)
     expected = alone(one).choices
     for seed in (None, 7):
@@ -143,7 +143,7 @@ def test_an_empty_prompt_is_refused() -> None:
         request("a", [])
 
 
-def test_an_id_that_is_being_worked_on_is_refused() -> None:
+def test_the_id_of_a_live_request_is_refused() -> None:
     engine, _ = make_engine()
     engine.add(request("a", [1]))
     with pytest.raises(InvalidRequest, match="being worked on"):
@@ -224,7 +224,7 @@ def test_cancel_twice_of_unknown_and_of_ended_requests_changes_nothing() -> None
     assert last.outcome is Outcome.SUCCEEDED, "an old cancel does not reach a later request of the same id"
 
 
-def test_a_dropped_request_says_nothing_more() -> None:
+def test_a_dropped_request_has_no_further_output() -> None:
     engine, _ = make_engine()
     engine.add(request("a", [1], 9, ignore_eos=True))
     engine.step()
@@ -268,7 +268,7 @@ def test_an_old_deadline_does_not_reach_a_later_request_of_the_same_id() -> None
 # ── the gate ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_gate_sees_each_request_once_and_before_its_forward() -> None:
+def test_the_gate_gets_each_request_once_before_its_first_forward_pass() -> None:
     engine, runner = make_engine(num_blocks=8, max_model_len=32)
     seen: list[str] = []
 
@@ -285,7 +285,7 @@ def test_the_gate_sees_each_request_once_and_before_its_forward() -> None:
     assert seen == ["r0", "r1", "r2", "r3"]
 
 
-def test_what_the_gate_refuses_is_never_computed_and_costs_its_neighbours_nothing() -> None:
+def test_a_request_that_the_gate_refuses_is_never_computed_and_changes_no_other_text() -> None:
     engine, runner = make_engine()
 
     def gate(requests: list[Request]) -> None:
@@ -354,7 +354,7 @@ class TestCanary:
             outputs.extend(steps(engine))
         assert not any(output.finished for output in outputs)
 
-    def test_an_engine_that_gives_nan_to_everybody_is_broken(self) -> None:
+    def test_an_engine_that_gives_nan_for_every_request_is_broken(self) -> None:
         engine, runner = make_engine()
         runner.poisons |= {"r0", "r1", CANARY_ID}
         for i in range(2):
@@ -377,7 +377,7 @@ class TestCanary:
             outputs.extend(steps(engine))
         assert not any(output.finished for output in outputs)
 
-    def test_one_that_runs_out_of_memory_with_one_long_request_is_not(self) -> None:
+    def test_an_engine_that_runs_out_of_memory_for_one_long_request_only_is_not_broken(self) -> None:
         engine, runner = make_engine()
         execute = runner.execute
 
@@ -404,7 +404,7 @@ class TestCanary:
         finished = run(engine, *(request(f"r{i}", [i + 1] * 5, 6, ignore_eos=True) for i in range(3)))
         assert {last.outcome for last in finished.values()} == {Outcome.SUCCEEDED}
 
-    def test_a_full_pool_is_no_fault(self) -> None:
+    def test_without_a_free_block_the_canary_passes(self) -> None:
         engine, runner = make_engine(num_blocks=8, max_model_len=32)
         engine.add(request("a", [1] * 27, 4, ignore_eos=True))
         while engine.scheduler.blocks.num_free:
@@ -417,7 +417,7 @@ class TestCanary:
             engine.check()
         expect_idle(engine)
 
-    def test_it_leaves_nothing_behind(self) -> None:
+    def test_the_canary_leaves_no_blocks_and_no_state(self) -> None:
         engine, _ = make_engine()
         engine.check()
         expect_idle(engine)
@@ -439,7 +439,7 @@ class TestCanary:
         assert (finished["bad"].outcome, finished["bad"].fault) == (Outcome.FAILED, Fault.INTERNAL)
         assert finished["good"].outcome is Outcome.SUCCEEDED
 
-    def test_a_detokeniser_that_fails_for_everybody_breaks_the_engine(self) -> None:
+    def test_a_detokeniser_that_fails_for_every_request_breaks_the_engine(self) -> None:
         engine, _ = make_engine()
 
         def panics(token: int, skip: bool) -> bytes:
@@ -454,7 +454,7 @@ class TestCanary:
 class TestHold:
     """A request whose gate has not answered keeps its place, costs the others nothing and is not computed."""
 
-    def test_what_is_on_hold_is_not_computed_and_the_others_go_on(self) -> None:
+    def test_a_request_on_hold_is_not_computed_and_other_requests_are(self) -> None:
         engine, runner = make_engine()
         engine.gate = lambda new: [engine.hold(one.id) for one in new if one.id == "far"]  # type: ignore[assignment]
         requests = [request("near", [1, 2, 3], 6, ignore_eos=True), request("far", [4, 5, 6], 6, ignore_eos=True)]
@@ -475,7 +475,7 @@ class TestHold:
         expect_idle(engine)
 
     @pytest.mark.parametrize("end", ["cancel", "drop"])
-    def test_it_can_be_ended(self, end: str) -> None:
+    def test_a_request_on_hold_can_be_ended(self, end: str) -> None:
         engine, _ = make_engine()
         engine.gate = lambda new: [engine.hold(one.id) for one in new]  # type: ignore[assignment]
         engine.add(request("a", [1, 2, 3]))
@@ -485,7 +485,7 @@ class TestHold:
         assert len(engine.step().finished) == (end == "cancel")
         expect_idle(engine)
 
-    def test_it_makes_way_for_what_runs(self) -> None:
+    def test_a_request_on_hold_is_preempted_before_running_requests(self) -> None:
         engine, _ = make_engine(num_blocks=12, max_model_len=44)
         expect_short_outputs(engine)
         requests = [request("runs", [1] * 4, 40, ignore_eos=True), request("far", [2] * 20, 4, ignore_eos=True)]
@@ -502,7 +502,7 @@ class TestHold:
         assert finished["far"].choices == alone(requests[1], max_model_len=44).choices
         expect_idle(engine)
 
-    def test_a_step_that_fails_beside_it_costs_it_nothing(self) -> None:
+    def test_a_step_that_raises_for_another_request_does_not_fail_one_on_hold(self) -> None:
         engine, runner = make_engine()
         engine.gate = lambda new: [engine.hold(one.id) for one in new if one.id == "far"]  # type: ignore[assignment]
         runner.raises.add("bad")

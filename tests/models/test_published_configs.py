@@ -105,7 +105,7 @@ def write_tiny(folder: Path, config: dict[str, Any]) -> None:
     read(folder, config)
 
 
-def test_they_are_many_and_of_every_fused_family() -> None:
+def test_the_published_configs_are_many_and_of_every_fused_family() -> None:
     assert len(BY_NAME) == len(PUBLISHED) >= 70
     families = {row["config"]["model_type"] for row in PUBLISHED}
     assert families == {
