@@ -134,7 +134,7 @@ class Engine:
         """Validate a request, create one WAITING sequence for each of its choices and queue them.
 
         Args:
-            request: what is asked for.
+            request: the request; its id must not be that of a live request.
             turn: the `turn` of a request that was dropped and is added again, so that it keeps its place in the order
                 of service; None: the request arrives now.
 

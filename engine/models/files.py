@@ -32,7 +32,7 @@ def find_model(model: str) -> Source:
     """Find a model's files.
 
     Raises:
-        LoadError: there are none, or they are of several models; the message says what is there.
+        LoadError: no model was found, or several; the message names what was found.
     """
     if model == demo.DEMO_MODEL:
         return _gguf(demo_file(), demo.DEMO_MODEL)

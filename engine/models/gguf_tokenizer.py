@@ -298,7 +298,7 @@ class Vocabulary:
         found.sort()
         return ((left, right) for *_, left, right in found)
 
-    # ── what is added around a prompt ─────────────────────────────────────────────────────────────────────────────
+    # ── tokens around a prompt ────────────────────────────────────────────────────────────────────────────────────
 
     def _post_processor(self, bos: int | None, eos: int | None) -> Any:
         add_bos = self.is_sentencepiece or self._words.add_bos

@@ -151,7 +151,7 @@ def request(
 
 
 def steps(engine: Engine, limit: int = 10_000) -> Iterator[StepOutput]:
-    """Step until idle, checking all books after every step."""
+    """Step until the engine is idle; run `check_integrity` after each step."""
     for _ in range(limit):
         if not engine.has_work:
             return
@@ -162,7 +162,7 @@ def steps(engine: Engine, limit: int = 10_000) -> Iterator[StepOutput]:
 
 
 def expect_short_outputs(engine: Engine) -> None:
-    """Make admission careless: it believes that everybody ends after one token, so that there will be preemptions."""
+    """Make the engine expect outputs of one token, so that it admits too many requests and must preempt some."""
     for _ in range(20):
         engine.scheduler.lengths.learn(1)
     engine.scheduler.lengths.learn = lambda length: None  # type: ignore[method-assign]
@@ -209,7 +209,7 @@ class Collector:
 
 
 def run(engine: Engine, *requests: Request, limit: int = 10_000) -> dict[str, Finished]:
-    """Add the requests, step until idle, return the last words; everything must be back by then."""
+    """Add the requests, step until idle, and return their final outputs; check that all blocks are free then."""
     for one in requests:
         engine.add(one)
     collector = Collector()
@@ -228,7 +228,7 @@ def alone(one: Request, **limits: object) -> Finished:
 
 
 def expect_idle(engine: Engine) -> None:
-    """All blocks free, and nothing of any request left in any book."""
+    """Check that all blocks are free, and that the engine holds nothing of any request."""
     engine.check_integrity()
     scheduler = engine.scheduler
     assert scheduler.blocks.device.num_free == scheduler.blocks.device.size

@@ -342,7 +342,7 @@ def test_a_lost_device_ends_the_engine_and_fails_no_request() -> None:
 
 
 class TestCanary:
-    """A fault of one request is told from a fault of the engine."""
+    """The canary tells a fault of the engine from a fault of a request."""
 
     def test_an_engine_whose_every_step_raises_is_broken_and_blames_no_request(self) -> None:
         engine, runner = make_engine()
@@ -452,7 +452,7 @@ class TestCanary:
 
 
 class TestHold:
-    """A request whose gate has not answered keeps its place, costs the others nothing and is not computed."""
+    """A request on hold keeps its place in the order of service, is not computed, and delays no other request."""
 
     def test_a_request_on_hold_is_not_computed_and_other_requests_are(self) -> None:
         engine, runner = make_engine()

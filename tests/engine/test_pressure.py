@@ -199,7 +199,7 @@ def test_forks_that_are_swapped_together_share_their_prompt_in_the_host_tier() -
     expect_idle(engine)
 
 
-# ── who goes first ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── order of service ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def order_of_ends(engine: Engine, requests: list[Request]) -> list[str]:

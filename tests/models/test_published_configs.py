@@ -68,7 +68,7 @@ def read(folder: Path, config: dict[str, Any]) -> PretrainedConfig:
 
 
 def shrink(config: dict[str, Any]) -> dict[str, Any]:
-    """The same keys for a model of some thousand parameters: sizes, windows and lengths are small, the rest stays."""
+    """Return the config with small sizes, windows and lengths, for a model of some thousand parameters."""
     tiny = dict(config)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     kept = {"num_attention_heads": 4, "num_key_value_heads": 4 if heads == kv_heads else min(kv_heads, 2)}
