@@ -88,23 +88,8 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
         eos_token_ids=loaded.generation.eos_token_ids,
         canary=loaded.tokenizer.encode(CANARY)[:4] or (0,),
     )
-    if loaded.implementation != "fused" and loaded.implementation_reason != ASKED_FOR:
-        log.warning(
-            "fused_decoder_not_used",
-            model=loaded.name,
-            reason=loaded.implementation_reason,
-            effect="transformers' code runs the model: slower, without --quantize, results may depend on the batch",
-        )
     taken = pool.nbytes + (0 if cache.swap_file else host.nbytes)
-    if loaded.device.type == "cpu" and available is not None and taken > available:
-        log.warning(
-            "memory_is_short",
-            needed_mib=taken >> 20,
-            available_mib=available >> 20,
-            hint="KV pool and host tier may grow beyond what is available: lower --kv-cache-memory or --swap-space",
-        )
-    if config.capacity < config.max_model_len:
-        log.warning("pool_smaller_than_model", capacity=config.capacity, max_model_len=config.max_model_len)
+    _warn(loaded, config, taken, available)
     log.info(
         "engine_ready",
         model=loaded.name,
@@ -118,6 +103,33 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
         batch_invariant=loaded.batch_invariant,
     )
     return engine, loaded
+
+
+def _warn(loaded: LoadedModel, config: EngineConfig, taken: int, available: int | None) -> None:
+    """Log what makes this engine slower or smaller than the operator may expect.
+
+    Args:
+        loaded: the model.
+        config: limits of the engine.
+        taken: bytes of KV pool and host tier in memory.
+        available: bytes that were available before they were allocated; None: unknown.
+    """
+    if loaded.implementation != "fused" and loaded.implementation_reason != ASKED_FOR:
+        log.warning(
+            "fused_decoder_not_used",
+            model=loaded.name,
+            reason=loaded.implementation_reason,
+            effect="transformers' code runs the model: slower, without --quantize, results may depend on the batch",
+        )
+    if loaded.device.type == "cpu" and available is not None and taken > available:
+        log.warning(
+            "memory_is_short",
+            needed_mib=taken >> 20,
+            available_mib=available >> 20,
+            hint="KV pool and host tier may grow beyond what is available: lower --kv-cache-memory or --swap-space",
+        )
+    if config.capacity < config.max_model_len:
+        log.warning("pool_smaller_than_model", capacity=config.capacity, max_model_len=config.max_model_len)
 
 
 def _num_blocks(cache: CacheOptions, backend: AttentionBackend, config: EngineConfig, available: int | None) -> int:
