@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import NoReturn, Protocol
 
+import structlog
+
 from engine.outputs import EngineBroken, EngineStats, StepOutput
 from engine.request import Request, RequestError
 from tokenmill.protocol.errors import ErrorCode, JobError
@@ -17,6 +19,8 @@ from worker.ops.exits import Exit
 from worker.ops.telemetry import Telemetry
 from worker.ops.threads import Fatal
 from worker.queue.outbox import Outbox
+
+log = structlog.get_logger()
 
 
 class EngineLike(Protocol):
@@ -41,7 +45,7 @@ class EngineLike(Protocol):
     def release(self, request_id: str) -> bool: ...
     def step(self) -> StepOutput: ...
     def stats(self) -> EngineStats: ...
-    def check_integrity(self) -> None: ...
+    def check_idle(self) -> str | None: ...
 
 
 TICK_SECONDS = 1.0
@@ -74,6 +78,8 @@ class EngineLoop:
         self._later_at = 0.0
         self._stop = stop
         self._dirty = False
+        self._leak: str | None = None
+        """What the last check of the idle engine found."""
 
     def wake(self) -> None:
         """Make a sleeping loop look at `stop`."""
@@ -133,7 +139,19 @@ class EngineLoop:
             self._telemetry.generation_tokens += sum(len(delta.token_ids) for delta in output.deltas)
             self._outbox.give(output)
         if not self.engine.has_work:
-            self.engine.check_integrity()
+            self._check_idle()
+
+    def _check_idle(self) -> None:
+        """Report blocks that leaked, once for each change; the worker goes on.
+
+        Raises:
+            engine.scheduling.block_pool.IntegrityError: the engine could give wrong text, or requests could wait
+                forever.
+        """
+        leak = self.engine.check_idle()
+        if leak is not None and leak != self._leak:
+            log.error("blocks_leaked", message=leak, hint="a bug: please report it; a restart gives the memory back")
+        self._leak = leak
 
     def _take_in(self, wait: bool) -> None:
         """Apply all messages; sleep until the next one when there is nothing to compute."""

@@ -1,4 +1,4 @@
-"""Where a model's files are: the demo model, a GGUF file, a directory, or a name on the Hugging Face hub."""
+"""Finds the files of a model: the demo model, a GGUF file, a directory, or a name on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ log = structlog.get_logger()
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 _HUB_NOT = ["consolidated*.safetensors", "adapter_model.safetensors"]
-"""Weights that would not be read; Mistral's repositories hold everything twice."""
+"""Weights that are not downloaded, since they are never read; Mistral's repositories contain all weights twice."""
 
 
 @dataclass
 class Source:
-    """Where a model's files are."""
+    """The place of a model's files."""
 
     name: str
     directory: Path
@@ -32,7 +32,7 @@ def find_model(model: str) -> Source:
     """Find a model's files.
 
     Raises:
-        LoadError: there are none, or they are of several models; the message says what is there.
+        LoadError: no model was found, or several; the message names what was found.
     """
     if model == demo.DEMO_MODEL:
         return _gguf(demo_file(), demo.DEMO_MODEL)
@@ -53,7 +53,7 @@ def _gguf(path: Path, name: str | None = None) -> Source:
 
 
 def _directory(path: Path) -> Source:
-    """A directory with safetensors, or with one model in GGUF."""
+    """Return the source of a directory that holds safetensors, or one model in GGUF."""
     ggufs = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf" and file.is_file())
     if ggufs and not any(path.glob("*.safetensors")):
         return _gguf(_only_model(path, ggufs))
@@ -72,7 +72,7 @@ def _directory(path: Path) -> Source:
 
 
 def _only_model(directory: Path, ggufs: list[Path]) -> Path:
-    """The first part of the one model among these files, next to which encoders of images or sounds may lie."""
+    """Return the first part of the only model among these GGUF files; encoders of images or sound may lie beside it."""
     firsts = []
     for path in ggufs:
         first = gguf_parts(path)[0]
@@ -89,7 +89,7 @@ def _only_model(directory: Path, ggufs: list[Path]) -> Path:
 
 
 def demo_file() -> Path:
-    """The demo model's file.
+    """Return the file of the demo model.
 
     Raises:
         LoadError: its package is not installed.

@@ -1,7 +1,7 @@
-"""From the metadata of a GGUF file to the Hugging Face config of the same model.
+"""Translates the metadata of a GGUF file to the Hugging Face config of the same model.
 
-Keys are llama.cpp's (gguf-py `constants.py`). What a family's graph there holds as constants, for want of a key, is
-held here too.
+Keys are those of llama.cpp (gguf-py `constants.py`). Constants that llama.cpp has in the graph of a family, since the
+format has no key for them, are in the entry of the family here.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ _NEUTRAL: dict[str, Any] = {
     "rope.scaling.yarn_attn_factor": 1,
     "rope.scaling.yarn_log_multiplier": 0,
 }
-"""Keys that change nothing with this value, where an architecture does not read them."""
+"""Key → the value with which it changes nothing, for architectures that do not read the key."""
 
 
 class GgufConfig:
-    """The Hugging Face config that a file's metadata says, as plain attributes.
+    """The Hugging Face config of a file, as plain attributes.
 
-    It costs no import of transformers, which takes as long as loading a small model; `pretrained` makes the real one.
+    It does not import transformers, which takes as long as loading a small model; `pretrained` returns its class.
     """
 
     def __init__(self, model_type: str, values: Values) -> None:
@@ -84,11 +84,11 @@ class GgufConfig:
             raise AttributeError(f"GGUF config of {self.__dict__.get('model_type')} has no {name!r}") from None
 
     def get_text_config(self) -> GgufConfig:
-        """Itself: the file holds nothing but a language model."""
+        """Return this config: the file holds only a language model."""
         return self
 
     def pretrained(self) -> PretrainedConfig:
-        """The same as transformers' class.
+        """Return this config as an object of transformers.
 
         Raises:
             LoadError: transformers refuses the values.
@@ -104,11 +104,11 @@ class GgufConfig:
 
 
 def read_config(file: GgufFile) -> GgufConfig:
-    """The Hugging Face config that the metadata says.
+    """Return the Hugging Face config of a file.
 
     Raises:
-        Unsupported: an architecture or a key that is not understood.
-        LoadError: a key is missing, or they don't go together.
+        Unsupported: the architecture or a key is not understood.
+        LoadError: a key is missing, or values contradict each other.
     """
     if file.architecture not in ARCHITECTURES:
         raise Unsupported(f"GGUF architecture {file.architecture!r} is not read; take the model's safetensors")
@@ -147,7 +147,7 @@ def _read(file: GgufFile, architecture: Architecture) -> tuple[str, Values]:
 def _rope(file: GgufFile) -> Values:
     rope: Values = {"rope_type": "default", "rope_theta": file.hyper("rope.freq_base", 10000.0)}
     factor = file.hyper("rope.scaling.factor", file.hyper("rope.scale_linear", 0))
-    # Without a type, llama.cpp takes a factor for that of linear scaling.
+    # If there is a factor but no type, llama.cpp scales linearly.
     kind = file.field(f"{file.architecture}.rope.scaling.type", "linear" if factor else "none")
     if kind == "none" or (kind == "longrope" and ARCHITECTURES[file.architecture].reads_longrope):
         return rope
@@ -163,7 +163,7 @@ def _rope(file: GgufFile) -> Values:
             "original_max_position_embeddings": file.hyper(
                 "rope.scaling.original_context_length", file.hyper("context_length")
             ),
-            # The format's factor comes on top of what the method itself multiplies with (Peng et al. 2023, eq. 22).
+            # The factor of the file multiplies that of the method itself (Peng et al. 2023, eq. 22).
             "attention_factor": file.hyper("rope.scaling.attn_factor", 1.0) * (0.1 * math.log(factor) + 1.0),
             "beta_fast": float(file.hyper("rope.scaling.yarn_beta_fast", 32.0)),
             "beta_slow": float(file.hyper("rope.scaling.yarn_beta_slow", 1.0)),
@@ -195,12 +195,11 @@ class Architecture:
     """What files of one architecture may say, and how they differ from others."""
 
     read: Callable[[GgufFile, Values], tuple[str, Values]]
-    """The config's model type and its values, from those that all architectures have in common: all that the decoder
-    reads, defaults of the config's class too."""
+    """Returns the model type and all values of the config, from the values that all architectures have in common."""
     keys: frozenset[str] = frozenset()
-    """Beyond `_UNDERSTOOD`."""
+    """Keys beside `_UNDERSTOOD`."""
     tensors: Mapping[str, str] = field(default_factory=dict)
-    """Names of a block's tensors that differ from `engine.models.gguf`: from llama.cpp's to Hugging Face's."""
+    """Names of tensors of a block that `engine.models.gguf` does not have: llama.cpp's → Hugging Face's."""
     partial_rotary: bool = False
     """Whether `read` reads `rope.dimension_count`: only the first numbers of each head are rotated."""
     reads_longrope: bool = False
@@ -208,7 +207,7 @@ class Architecture:
     permuted: bool = False
     """Whether llama.cpp stores the rows of q and k with the two halves of a head interleaved."""
     norms_less: float = 0.0
-    """What a checkpoint's norms are less than those of the format, which holds the factors themselves."""
+    """Number to subtract from the norms of the file to get those of a checkpoint."""
     control_takes_space: bool = False
     """Whether control tokens take the white space after them, which the format cannot say (SentencePiece only)."""
 
@@ -308,10 +307,13 @@ def _gemma3(file: GgufFile, values: Values) -> tuple[str, Values]:
 
 
 def _gemma(file: GgufFile, values: Values, pattern: int, largest: int) -> Values:
-    """
+    """Return the values that Gemma 2 and 3 have in common.
+
     Args:
-        pattern: each layer of this number sees everything, where the file does not say.
-        largest: layers of the 27B model, which alone scales by hidden / heads; the format has no key for it.
+        file: the file.
+        values: those of all architectures.
+        pattern: every `pattern`-th layer has no window, if the file does not say.
+        largest: number of layers of the 27B model, which alone scales by hidden / heads; the format has no key for it.
     """
     layers: int = values["num_hidden_layers"]
     heads: int = values["num_attention_heads"]

@@ -1,4 +1,4 @@
-"""A model as transformers builds it, with every tensor of the checkpoint accounted for."""
+"""Loads a model through transformers, and checks that each tensor of the checkpoint was used."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from engine.models.weights import SAFETENSORS_INDEX, LoadError, SafetensorsCheck
 
 
 def stock_model(source: Source, config: PretrainedConfig, dtype: torch.dtype) -> Any:
-    """Load a model through transformers. A GGUF file is read by our own reader: transformers' drops what it does not
-    know without a word.
+    """Load a model through transformers. Our own reader reads GGUF files, since that of transformers silently drops
+    keys and tensors that it does not know.
 
     Raises:
         LoadError: a file is broken, transformers does not know the model or its quantisation, or a tensor is missing,
-            left over or of another shape.
+            unused or of another shape.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     _check_quantisation(config)
     if source.gguf is not None:
         return _from_gguf(source, source.gguf, config, dtype)
-    checkpoint = SafetensorsCheckpoint(source.directory)  # names a broken file better than transformers
+    checkpoint = SafetensorsCheckpoint(source.directory)  # its message names a broken file
     if getattr(config, "quantization_config", None) is None:
         checkpoint.check_plain()
     if not _reads_shards_alike(source.directory, checkpoint):
@@ -41,9 +41,9 @@ def stock_model(source: Source, config: PretrainedConfig, dtype: torch.dtype) ->
 
 
 def _reads_shards_alike(directory: Path, checkpoint: SafetensorsCheckpoint) -> bool:
-    """Tell whether transformers takes each tensor from the same file as `checkpoint` does.
+    """Return whether transformers reads each tensor from the same file as `checkpoint`.
 
-    It wants an index beside shards, with `metadata`, and takes a tensor that two shards hold from the later one.
+    It requires an index with `metadata` beside shards, and reads a tensor that is in two shards from the later one.
     """
     if len(checkpoint.files) == 1:
         return True
@@ -52,7 +52,7 @@ def _reads_shards_alike(directory: Path, checkpoint: SafetensorsCheckpoint) -> b
 
 
 def _from_tensors(tensors: dict[str, Tensor], source: Source, config: PretrainedConfig, dtype: torch.dtype) -> Any:
-    """As `_load`, with tensors in place of files; only the model's own class takes them."""
+    """Load a model from tensors instead of files; only the class of the model accepts them."""
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in classes:
         raise LoadError(f"{source.name}: transformers has no language model of type {config.model_type!r}")
@@ -66,7 +66,7 @@ def _load(from_pretrained: Callable[..., Any], name: str, config: PretrainedConf
             dtype=dtype,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # named below instead
+            ignore_mismatched_sizes=True,  # `_check_keys` names them
         )
     except Exception as error:
         stated = getattr(config, "quantization_config", None)
@@ -90,7 +90,7 @@ def _from_gguf(source: Source, file: GgufFile, config: PretrainedConfig, dtype: 
 
 
 def _divide_frequencies(model: torch.nn.Module, divisors: Tensor, file: GgufFile) -> None:
-    """Scale the rotary frequencies as the file's own tensor says."""
+    """Divide the rotary frequencies by the tensor of the file."""
     rotary: list[Any] = [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), Tensor)]
     if len(rotary) != 1 or rotary[0].inv_freq.shape != divisors.shape:
         raise LoadError(f"{file.path}: tensor {ROPE_FACTORS!r} does not fit the model's rotary frequencies")
@@ -98,7 +98,7 @@ def _divide_frequencies(model: torch.nn.Module, divisors: Tensor, file: GgufFile
 
 
 def _check_quantisation(config: PretrainedConfig) -> None:
-    """transformers only warns of a method that it does not know, and loads the weights as if there were none."""
+    """Raise for a quantisation that transformers does not know: it only warns, and loads the weights as if plain."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     for key in ("quantization_config", "compression_config"):
@@ -113,6 +113,7 @@ def _check_quantisation(config: PretrainedConfig) -> None:
 
 
 def _check_keys(info: dict[str, Any]) -> None:
+    """Raise `LoadError` if a tensor is missing, unused or of another shape."""
     for kind, said in (
         ("missing_keys", "the checkpoint lacks"),
         ("unexpected_keys", "the checkpoint holds tensors that the model has no place for:"),

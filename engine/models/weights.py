@@ -1,4 +1,4 @@
-"""Checkpoints: where tensors come from, and the account of which were taken."""
+"""Reads checkpoints in safetensors, and records which tensors were used."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch import Tensor
 
 
 class LoadError(Exception):
-    """The model can't be loaded; the message says why in one line, for the operator who chose the model."""
+    """The model cannot be loaded; the message says why, in one line, for the operator."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
 
 
 class Checkpoint(Protocol):
-    """Named tensors on disk, under their Hugging Face names."""
+    """Tensors on disk, by their Hugging Face names."""
 
     def names(self) -> set[str]: ...
 
     def load(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The tensor as it is stored, or in `dtype` where it was quantised."""
+        """Return a tensor as it is stored; a quantised tensor in `dtype`."""
         ...
 
 
 class SafetensorsCheckpoint:
-    """The safetensors of a directory: one file, or shards.
+    """The safetensors files of a directory: one file, or shards.
 
     Raises:
         LoadError: no such files, a shard is missing, or a file is broken.
@@ -84,11 +84,11 @@ _OTHER_WEIGHTS = {
     "adapter_model.safetensors": "an adapter (LoRA), which is not applied here",
     "consolidated.safetensors": "weights in Mistral's own format",
 }
-"""Files that lie beside a model's weights and are none of them."""
+"""Files beside the weights of a model that are not part of them → what they are."""
 
 
 def safetensors_files(directory: Path) -> dict[str, Path]:
-    """Which file of a model's directory holds which tensor: `model.safetensors`, or else the shards, as transformers.
+    """Return the file of each tensor in a directory: `model.safetensors`, else the shards, as transformers does.
 
     Raises:
         LoadError: there are none, a shard is missing, or a file is broken; the message names it.
@@ -134,7 +134,7 @@ def _refuse_missing(directory: Path, names: set[str]) -> None:
 
 
 def _what_else(directory: Path) -> str:
-    """What a directory without weights holds instead, for a message."""
+    """Return, for a message, what a directory without weights contains."""
     for name, what in _OTHER_WEIGHTS.items():
         if (directory / name).exists():
             return f" of a model; {name} holds {what}"
@@ -143,7 +143,7 @@ def _what_else(directory: Path) -> str:
 
 
 def _names_in(paths: list[Path]) -> dict[str, Path]:
-    """The tensors of these files.
+    """Return the file of each tensor in these files.
 
     Raises:
         LoadError: a file is broken, or two hold the same tensor.
@@ -187,11 +187,11 @@ def check_not_pointer(path: Path) -> None:
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _IGNORABLE = re.compile(r"rotary_emb\.inv_freq$|self_attn\.(masked_)?bias$")
-"""Buffers that old checkpoints carry and that are computed here."""
+"""Buffers in old checkpoints, which are computed here instead."""
 
 
 class ParameterStore:
-    """Hands out a checkpoint's tensors in the model's dtype and knows at the end which were never asked for."""
+    """Returns the tensors of a checkpoint in the model's dtype and device, and records which were never taken."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self._checkpoint = checkpoint
@@ -200,13 +200,13 @@ class ParameterStore:
         self._names = checkpoint.names()
         self._taken: set[str] = set()
         self.num_parameters = 0
-        """Numbers handed out so far."""
+        """Number of elements of all tensors taken so far."""
 
     def has(self, name: str) -> bool:
         return name in self._names
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """One tensor, in the model's dtype or in `dtype`.
+        """Return a tensor in the model's dtype or in `dtype`.
 
         Raises:
             LoadError: it is missing or has another shape.

@@ -46,7 +46,7 @@ def test_what_is_missing_is_skipped_and_what_is_wrong_fails(
     assert (table.failed, table.done) == (int(result == "FAILED"), 0)
 
 
-def test_no_check_begins_late(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_check_begins_after_the_time_limit(capsys: pytest.CaptureFixture[str]) -> None:
     table = Table()
     table.start -= 1000
     table.run("part", "what", lambda: pytest.fail("it ran"))

@@ -21,8 +21,7 @@ from engine.runner import ModelRunner
 from engine.sampling.sampler import Row, Sampled, Sampler, token_logprobs
 from engine.sampling.structured import Grammar
 from engine.scheduling.block_manager import Moves
-from engine.scheduling.plan import Plan, Slice
-from engine.scheduling.scheduler import _Draft
+from engine.scheduling.plan import Draft, Plan, Slice
 from engine.sequence import Sequence
 
 Entries = np.ndarray[tuple[int], np.dtype[np.uint64]]
@@ -152,7 +151,7 @@ def request(
 
 
 def steps(engine: Engine, limit: int = 10_000) -> Iterator[StepOutput]:
-    """Step until idle, checking all books after every step."""
+    """Step until the engine is idle; run `check_integrity` after each step."""
     for _ in range(limit):
         if not engine.has_work:
             return
@@ -163,7 +162,7 @@ def steps(engine: Engine, limit: int = 10_000) -> Iterator[StepOutput]:
 
 
 def expect_short_outputs(engine: Engine) -> None:
-    """Make admission careless: it believes that everybody ends after one token, so that there will be preemptions."""
+    """Make the engine expect outputs of one token, so that it admits too many requests and must preempt some."""
     for _ in range(20):
         engine.scheduler.lengths.learn(1)
     engine.scheduler.lengths.learn = lambda length: None  # type: ignore[method-assign]
@@ -173,7 +172,7 @@ def preempt(engine: Engine, request_id: str) -> None:
     """Take the blocks of all running sequences of a request now, between two steps, and make the copies."""
     scheduler = engine.scheduler
     for seq in [seq for seq in scheduler.running if seq.request.id == request_id]:
-        scheduler._preempt(seq, _Draft(0, None))
+        scheduler._preempt(seq, Draft(0, None))
     moves = scheduler.blocks.moves
     copies = tuple((read, write) for write, read in moves.copies.items())
     engine.runner.move(Plan(swap_out=tuple(moves.out), copies=copies))
@@ -210,7 +209,7 @@ class Collector:
 
 
 def run(engine: Engine, *requests: Request, limit: int = 10_000) -> dict[str, Finished]:
-    """Add the requests, step until idle, return the last words; everything must be back by then."""
+    """Add the requests, step until idle, and return their final outputs; check that all blocks are free then."""
     for one in requests:
         engine.add(one)
     collector = Collector()
@@ -229,14 +228,14 @@ def alone(one: Request, **limits: object) -> Finished:
 
 
 def expect_idle(engine: Engine) -> None:
-    """All blocks free, and nothing of any request left in any book."""
+    """Check that all blocks are free, and that the engine holds nothing of any request."""
     engine.check_integrity()
     scheduler = engine.scheduler
     assert scheduler.blocks.device.num_free == scheduler.blocks.device.size
     assert scheduler.blocks.host.num_free == scheduler.blocks.host.size
     assert (scheduler.num_waiting, scheduler.running, scheduler.swapped) == (0, [], [])
     assert (scheduler.waiting._heap, scheduler.waiting._parked, scheduler.waiting._computing) == ([], {}, {})
-    assert scheduler._children == {}
+    assert scheduler.children == {}
     assert scheduler.blocks.moves == Moves()
     assert (engine._requests, engine._endings) == ({}, {})
     assert engine._deadlines._heap == []

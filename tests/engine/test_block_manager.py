@@ -128,7 +128,7 @@ def test_a_leak_is_noticed() -> None:
     blocks = BlockManager(4, 4)
     a = sequence([1, 2])
     compute(blocks, a)
-    with pytest.raises(IntegrityError, match="0 holders, 1 references"):
+    with pytest.raises(IntegrityError, match="held 0 times, 1 references"):
         blocks.check_integrity([])
 
 

@@ -77,7 +77,7 @@ def test_ids_that_the_tokenizer_lacks_have_no_share() -> None:
     assert [one.logprob for one in found.top] == pytest.approx(GOLDEN, abs=1e-5)
 
 
-def test_only_who_asked_gets_them() -> None:
+def test_only_rows_that_request_logprobs_get_them() -> None:
     rows = [row(), row(logprobs=0), row(logprobs=2)]
     found = Sampler(3).sample(torch.tensor([[2.0, 1.0, 0.0]] * 3), rows).logprobs
     assert [None if one is None else len(one.top) for one in found] == [None, 0, 2]

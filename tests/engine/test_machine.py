@@ -16,7 +16,7 @@ from tests.engine.stub import Collector, alone, expect_idle, expect_short_output
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Whatever happens in whatever order: books balance, each request ends once, and its text is its own."""
+    """In any order of events the engine is consistent, and each request ends once, with the text that it has alone."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -199,7 +199,7 @@ def test_forks_that_are_swapped_together_share_their_prompt_in_the_host_tier() -
     expect_idle(engine)
 
 
-# ── who goes first ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── order of service ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def order_of_ends(engine: Engine, requests: list[Request]) -> list[str]:
@@ -239,6 +239,26 @@ def test_a_low_request_that_has_aged_is_not_overtaken_for_ever() -> None:
     assert served.index("low") < 30
     for _ in steps(engine):
         pass
+
+
+@pytest.mark.parametrize("keeps_turn", [True, False])
+def test_a_dropped_request_that_is_added_again_with_its_turn_keeps_its_place(
+    keeps_turn: bool,
+) -> None:
+    now = [0.0]
+    engine, _ = make_engine(max_num_seqs=1, aging_seconds=10.0)
+    engine._clock = lambda: now[0]
+    low = request("low", [1], 1, priority=2)
+    engine.add(low)
+    turn = engine.turn("low")
+    assert turn == 20.0
+    engine.drop("low")
+    engine.step()
+    assert engine.turn("low") is None
+    now[0] = 15.0
+    engine.add(low, turn if keeps_turn else None)
+    ends = order_of_ends(engine, [request("normal", [2], 1, priority=1)])
+    assert ends == (["low", "normal"] if keeps_turn else ["normal", "low"])
 
 
 @pytest.mark.parametrize("limit", [0, 3])

@@ -78,7 +78,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"x-guidance": {"coerce_one_of": True}, "oneOf": [INT, {"type": "number"}]}, "x-guidance"),
     ({"x-guidance": {}}, "x-guidance"),
     ({"properties": {"a": {"x-guidance": {}}}}, "/properties/a: x-guidance"),
-    # Keywords that restrict, or that nobody knows, at every level.
+    # Keywords that restrict, or that are unknown, at every level.
     ({"allOf": [NOTHING]}, "/allOf/0: not"),
     ({"items": {"uniqueItems": True}}, "/items: uniqueItems"),
     ({"$defs": {"a": {"contains": {}}}}, "/$defs/a: contains"),

@@ -25,7 +25,7 @@ def spec(block_size: int = 16, kv_heads: int = 2, dim: int = 16, dtype: torch.dt
 )
 def test_mixed_batches_equal_the_oracle(block_size: int, options: dict[str, object]) -> None:
     cache = Cache(spec(block_size), [150, 1, 37, 300, 129, 128], heads=6)
-    for layer in (0, 1):  # prefill in part, others' rest, then decodes next to chunks
+    for layer in (0, 1):  # partial prefills, the remaining prefills, then decodes beside chunks
         cache.run([(0, 0, 100), (3, 0, 260), (4, 0, 128), (5, 0, 127)], layer=layer)
         work = [(0, 100, 101), (1, 0, 1), (2, 0, 37), (3, 260, 300), (4, 128, 129), (5, 127, 128)]
         got = cache.run(work, padding=5, layer=layer, **options)

@@ -190,7 +190,7 @@ def test_hundreds_of_sequences_with_one_prefix_equal_the_reference() -> None:
         (CacheSpec(1, 1, 64, 16, torch.float16, CPU), r"no torch\.float16"),
     ],
 )
-def test_what_it_cannot_run_goes_to_another_backend(
+def test_a_spec_that_the_cpu_backend_cannot_run_goes_to_another_backend(
     spec: CacheSpec, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ValueError, match=reason):
@@ -210,7 +210,7 @@ def test_another_device_is_no_reason_for_a_warning(caplog: pytest.LogCaptureFixt
     assert not caplog.records
 
 
-def test_auto_takes_it_where_it_can() -> None:
+def test_auto_takes_the_cpu_backend_if_it_runs_the_spec() -> None:
     assert get_backend("auto", CacheSpec(1, 1, 64, 16, torch.bfloat16, CPU)).name == "cpu"
 
 
@@ -232,6 +232,6 @@ print(before, after, len(runtimes), native._gomp_parallel() == torch_gomp)
 """
 
 
-def test_it_runs_on_the_threads_of_torchs_openmp_runtime_and_loads_no_other() -> None:
+def test_the_cpu_backend_runs_on_torchs_openmp_threads_and_loads_no_other_runtime() -> None:
     before, after, runtimes, same = output_of([sys.executable, "-c", _THREADS]).split()
     assert (after, runtimes, same) == (before, "1", "True")

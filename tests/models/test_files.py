@@ -66,14 +66,14 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 @BACKENDS
 class TestBesideTheWeights:
     @pytest.mark.parametrize("name", ["consolidated.safetensors", "adapter_model.safetensors"])
-    def test_other_weights_are_left_alone(self, model: Path, backend: str, name: str) -> None:
+    def test_other_weights_beside_the_safetensors_are_ignored(self, model: Path, backend: str, name: str) -> None:
         save_file({"layers.0.attention.wq.weight": torch.ones(2, 2)}, model / name)
         if name.startswith("adapter"):
             (model / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "some/base"}')
         assert torch.allclose(logits(load(model, backend=backend)), Reference(model).logits(PROMPT), atol=1e-3)
 
     @pytest.mark.parametrize("name", ["consolidated.safetensors", "adapter_model.safetensors", "pytorch_model.bin"])
-    def test_and_named_where_they_are_all_there_is(self, model: Path, backend: str, name: str) -> None:
+    def test_other_weights_are_named_if_there_are_no_safetensors(self, model: Path, backend: str, name: str) -> None:
         (model / "model.safetensors").rename(model / name)
         refused(model, str(model), name, backend=backend)
 
@@ -112,7 +112,7 @@ class TestShards:
         refused(shards, ".safetensors lacks tensor 'model.norm.weight'", backend=backend)
 
     @pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": 1}', '{"weight_map": {}}', POINTER])
-    def test_an_index_that_is_none_is_refused(self, shards: Path, backend: str, index: str) -> None:
+    def test_an_invalid_index_is_refused(self, shards: Path, backend: str, index: str) -> None:
         (shards / "model.safetensors.index.json").write_text(index)
         refused(shards, "model.safetensors.index.json", backend=backend)
 
@@ -126,7 +126,7 @@ class TestShards:
         edit(shards / "model.safetensors.index.json", lambda index: index.pop("metadata"))
         assert torch.allclose(logits(load(shards, backend=backend)), logits(load(model)), atol=1e-4)
 
-    def test_one_that_is_cut_off_is_named(self, shards: Path, backend: str) -> None:
+    def test_a_truncated_shard_is_named(self, shards: Path, backend: str) -> None:
         shard = next(shards.glob("model-00002-*"))
         shard.write_bytes(shard.read_bytes()[:-100])
         refused(shards, shard.name, backend=backend)
@@ -202,7 +202,7 @@ class TestQuantisation:
         edit(model / "config.json", lambda config: config.update(quantization_config=stated))
         refused(model, "quantization_config", f"quant_method {stated.get('quant_method')!r}", backend=backend)
 
-    def test_so_is_an_older_key(self, model: Path) -> None:
+    def test_an_unknown_method_under_the_older_key_is_refused(self, model: Path) -> None:
         edit(model / "config.json", lambda config: config.update(compression_config={"quant_method": "future"}))
         refused(model, "compression_config")
 
@@ -213,11 +213,11 @@ class TestQuantisation:
 
 class TestTokenizers:
     @pytest.mark.parametrize("part", ["model", "pre_tokenizer", "decoder", "normalizer"])
-    def test_one_that_is_newer_than_the_library_is_refused(self, model: Path, part: str) -> None:
+    def test_a_tokenizer_that_is_newer_than_the_library_is_refused(self, model: Path, part: str) -> None:
         edit(model / "tokenizer.json", lambda state: state.update({part: {"type": "FromTheFuture"}}))
         refused(model, "the tokenizer of model")
 
-    def test_holes_in_its_ids_hide_no_id_behind_them(self, tmp_path: Path) -> None:
+    def test_missing_ids_of_a_tokenizer_hide_no_later_id(self, tmp_path: Path) -> None:
         path = build(tmp_path / "model", vocab_size=400)
 
         def add(state: dict[str, Any]) -> None:
@@ -239,7 +239,7 @@ class TestRopeOfGemma3:
 
     @pytest.mark.parametrize("backend", ["fused", "transformers"])
     @pytest.mark.parametrize("form", ["flat", "old"])
-    def test_all_give_the_same_logits(self, tmp_path: Path, form: str, backend: str) -> None:
+    def test_every_form_of_the_rope_gives_the_same_logits(self, tmp_path: Path, form: str, backend: str) -> None:
         nested = {"full_attention": self.FULL, "sliding_attention": self.LOCAL}
         kinds = ["sliding_attention", "full_attention", "sliding_attention"]
         path = build(
@@ -342,7 +342,7 @@ class TestGgufFiles:
         parts = split(one, tmp_path / "split")
         refused(parts[0].rename(tmp_path / "renamed.gguf"), "one of 3 parts")
 
-    def test_upper_case_is_the_same(self, one: Path, tmp_path: Path) -> None:
+    def test_the_suffix_gguf_may_be_in_upper_case(self, one: Path, tmp_path: Path) -> None:
         assert load(one.rename(tmp_path / "ONE.GGUF")).name == "ONE"
 
     def test_a_folder_with_one_model_is_that_model(self, one: Path, tmp_path: Path) -> None:
@@ -354,11 +354,11 @@ class TestGgufFiles:
         shutil.copy(one, folder / "b.GGUF")
         refused(folder, "several GGUF models", "a.gguf, b.GGUF")
 
-    def test_a_projector_is_no_model(self, tmp_path: Path) -> None:
+    def test_a_folder_with_only_a_projector_is_no_model(self, tmp_path: Path) -> None:
         refused(projector(tmp_path / "mmproj.gguf"), "mmproj.gguf", "'clip'")
         refused(tmp_path, "no language model", "mmproj.gguf")
 
-    def test_it_is_refused_wherever_it_is_cut_off(self, one: Path, tmp_path: Path) -> None:
+    def test_a_truncated_gguf_file_is_refused_wherever_it_ends(self, one: Path, tmp_path: Path) -> None:
         whole = one.read_bytes()
         for length in (0, 3, 4, 7, 20, 24, 100, 1000, 5000, 15000, 20000, len(whole) // 2, len(whole) - 4):
             path = tmp_path / "short.gguf"

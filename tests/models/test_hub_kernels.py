@@ -32,7 +32,7 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_trap_is_real(installed: Path) -> None:
+def test_without_our_guard_transformers_takes_our_kernels_for_the_hubs(installed: Path) -> None:
     """Else the tests below show nothing."""
     assert run(ASK, installed) == "True"
 

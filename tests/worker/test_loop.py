@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import structlog
 
 from engine.outputs import Finished, Outcome, StepOutput
 from engine.request import Request, SamplingParams
@@ -148,3 +149,16 @@ def test_while_all_requests_are_on_hold_the_engine_sleeps_and_still_checks_deadl
     running.inbox.post(Do(lambda: running.engine.release("b")))  # type: ignore[arg-type, return-value]
     assert running.finished().outcome is Outcome.SUCCEEDED
     running.close()
+
+
+def test_a_leak_is_reported_once_and_the_loop_goes_on() -> None:
+    engine = FakeEngine()
+    engine.check_idle = lambda: "3 of 64 device blocks are held by no sequence and not free"  # type: ignore[method-assign]
+    loop = EngineLoop(engine, threading.Event())
+    with structlog.testing.capture_logs() as logs:
+        for handle in ("a", "b"):
+            loop.post(Add(request(handle)))
+            loop.turn(wait=False)
+            while engine.has_work:
+                loop.turn(wait=False)
+    assert [(line["event"], line["log_level"]) for line in logs] == [("blocks_leaked", "error")]

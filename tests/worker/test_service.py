@@ -193,7 +193,7 @@ def test_a_worker_with_another_lease_refuses_the_queue(queue: Queue) -> None:
 
 def test_an_engine_that_raises_ends_the_worker_with_an_error_and_its_jobs_are_handed_back(queue: Queue) -> None:
     engine = FakeEngine()
-    engine.check_integrity = lambda: (_ for _ in ()).throw(RuntimeError("books differ"))  # type: ignore[assignment]
+    engine.check_idle = lambda: (_ for _ in ()).throw(RuntimeError("books differ"))  # type: ignore[assignment]
     worker = Inside(queue, engine).start()
     queue.add({"prompt": "x", "max_tokens": 1})
     assert worker.join() is Exit.ERROR
