@@ -299,7 +299,7 @@ def test_a_broken_device_counts_a_death_for_the_jobs_that_ran_on_it(queue: Queue
     """Each worker ends with an error; a death counts for the jobs that ran, not for those that waited."""
     poison = queue.add({"prompt": "!", "max_tokens": 5})
     neighbours = [queue.add({"prompt": f"{i}", "max_tokens": 40}) for i in range(6)]
-    options = {"lease_seconds": str(LEASE), "max_waiting": "64"}
+    options = {"lease_seconds": "5", "max_waiting": "64"}  # long: every worker hands back what it holds
     for _ in range(8):
         worker = Inside(queue, Breaking(step_seconds=0.002), **options).start()
         eventually(lambda: worker.status is not None or queue.depth() == 0, 20)  # noqa: B023

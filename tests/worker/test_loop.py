@@ -118,6 +118,9 @@ def test_an_engine_whose_outputs_are_not_taken_goes_on_in_bounded_memory() -> No
     running = Running(capacity=10 * BACKLOG)
     running.inbox.post(Add(request("a", 4 * BACKLOG)))
     eventually(lambda: running.engine.steps and not running.engine.has_work)
+    handed_over = threading.Event()
+    running.loop.post(Do(handed_over.set))
+    assert handed_over.wait(10)  # the next turn has begun, so the outputs of the last step are in the outbox
     outputs = []
     while not running.outbox.empty():
         outputs.append(running.outbox.get()[1])

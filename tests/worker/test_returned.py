@@ -211,7 +211,7 @@ class TestRunningCap:
             return queue.depth() == 0
 
         # Fewer places than the flood has jobs: those that wait for its cap must not keep the others from being read.
-        with inside(queue, FakeEngine(step_seconds=0.005), lease_seconds="0.4", max_waiting="4") as worker:
+        with inside(queue, FakeEngine(step_seconds=0.005), lease_seconds="2", max_waiting="4") as worker:
             eventually(over, 60)
             worker.at_rest()
         assert max(seen) <= 2
