@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import inf
 from typing import TypeVar
 
 from redis.exceptions import NoPermissionError, RedisError
@@ -34,6 +35,8 @@ LINGER_S = 0.02
 """Minimum time between two reads: ends that come one by one are read together, which costs the machine less."""
 RESUBMIT_S = 120.0
 """A job without a result is submitted again after so long, in case Redis has lost it; usually it still exists."""
+LOST_LOOK_S = 5.0
+"""While no job ends, the time between two looks whether Redis still knows the jobs in flight."""
 MAX_BYTES = 64 << 20
 """Maximum size of all bodies in flight, whatever the window."""
 FETCH = 32
@@ -96,6 +99,7 @@ class Flights:
         self._look: list[str] = []
         """Ids of jobs that may already have a result."""
         self._looked = 0.0
+        self._looked_for_lost = 0.0
         self._full_until = 0.0
         self._may_forget = True
         self._entries: list[str] = []
@@ -155,6 +159,18 @@ class Flights:
             self._entries += (entry for entry, _ in ended)
         ids += (job_id for _, job_id in ended)
         yield from self._fetch([i for i in dict.fromkeys(ids) if i in self._held] if ids else list(self._held))
+        if not ids and time.monotonic() >= self._looked_for_lost + LOST_LOOK_S:
+            self._find_lost()
+
+    def _find_lost(self) -> None:
+        """Make jobs overdue that Redis does not know any more, as after a restart without its data."""
+        self._looked_for_lost = time.monotonic()
+        ids = iter(list(self._held))
+        while some := list(islice(ids, READ_COUNT)):
+            states = self._patiently(lambda some=some: self._client.states(some))  # type: ignore[misc]
+            for job_id, state in zip(some, states, strict=True):
+                if state is None:
+                    self._held[job_id].since = -inf
 
     def _fetch(self, ids: Sequence[str]) -> Iterator[tuple[Flight, Result]]:
         left = iter(ids)

@@ -15,6 +15,7 @@ import typer
 from tokenmill import batch
 from tokenmill.cli.batch_view import shown
 from tokenmill.cli.console import Exit, Prefix, Queue, Url, connected, end
+from tokenmill.cli.waiting import note_pause
 from tokenmill.protocol.connection import DEFAULT_URL
 from tokenmill.protocol.keys import LANES
 
@@ -51,6 +52,7 @@ def run(
     on in the queue; the next run takes their results, or `tokenmill batch cancel` cancels them.
     """
     with _ended(), _signals() as stop, connected(redis, queue, prefix) as client, shown(queue) as progress:
+        note_pause(client, "the requests wait")
         report = batch.run(
             input, output, errors, client=client, window=window, priority=priority, progress=progress, stop=stop
         )

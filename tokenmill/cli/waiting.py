@@ -68,10 +68,10 @@ def _note(job: JobInfo, queue: str) -> str | None:
     return None
 
 
-def note_pause(client: Client) -> None:
-    """Say on stderr that the queue is paused, if it is."""
+def note_pause(client: Client, waits: str = "the job waits") -> None:
+    """Say on stderr that the queue is paused, if it is, and what `waits` until it is resumed."""
     if _aside(client, lambda: paused(client.redis, client.keys)):
-        print(f"queue {client.keys.queue} is paused: the job waits until the queue is resumed", file=sys.stderr)
+        print(f"queue {client.keys.queue} is paused: {waits} until the queue is resumed", file=sys.stderr)
 
 
 def _aside(client: Client, question: Callable[[], T]) -> T | None:

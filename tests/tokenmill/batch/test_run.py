@@ -204,6 +204,24 @@ def test_jobs_that_redis_forgot_are_submitted_again(
     files.check()
 
 
+def test_jobs_are_submitted_again_soon_after_redis_came_back_empty(
+    tmp_path: Path, client: Client, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flight, "LOST_LOOK_S", 0.1)
+    monkeypatch.setattr(flight, "IDLE_MS", 50)
+    files = Files(tmp_path, requests(6))
+    later = Later(files, client)
+    eventually(lambda: queue.depth() == 6)
+    for key in queue.redis.scan_iter(match=queue.keys.root + "*"):
+        queue.redis.delete(key)
+    eventually(lambda: queue.depth() == 6)
+    worker = MiniWorker(queue)
+    worker.start()
+    assert later.join() == BatchReport(6, 6, 0)
+    worker.stop()
+    files.check()
+
+
 def test_jobs_whose_lines_are_written_are_deleted_in_redis(
     tmp_path: Path, client: Client, queue: Queue, worker: MiniWorker
 ) -> None:

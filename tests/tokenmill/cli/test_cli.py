@@ -19,6 +19,7 @@ import tokenmill
 from tests.support import RedisServer, eventually, output_of
 from tests.tokenmill.batch.files import request, write
 from tests.tokenmill.mini import MiniWorker, Queue
+from tokenmill.batch import BatchReport
 from tokenmill.cli import main as cli
 from tokenmill.cli import waiting
 from tokenmill.cli.console import Exit
@@ -201,6 +202,9 @@ def test_a_paused_queue_says_so(queue: Queue, monkeypatch: pytest.MonkeyPatch) -
     shown = run(queue, "info").stdout
     assert "paused: workers read nothing" in shown
     assert "meta is not understood: unknown field 'max_dept': did you mean max_depth?" in shown
+    monkeypatch.setattr("tokenmill.batch.run", lambda *_, **__: BatchReport(1, 1, 0))
+    told = f"queue {queue.keys.queue} is paused: the requests wait until the queue is resumed\n"
+    assert CliRunner().invoke(cli.app, ["batch", "run", "in", "-o", "out", *where[2:]]).stderr.startswith(told)
     queue.redis.hset(queue.keys.meta, "paused", "no")
     assert run(queue, "submit", "x", "--no-wait").stderr == ""
     assert "paused" not in run(queue, "info").stdout
