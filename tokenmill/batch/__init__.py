@@ -7,7 +7,18 @@
 After a kill, the same call with the same files continues the run: no line is written twice, none is missing.
 """
 
-from tokenmill.batch.report import BatchError, BatchInvalid, BatchReport, BatchStopped, Fault, Progress
+from tokenmill.batch.report import BatchError, BatchInvalid, BatchNotFound, BatchReport, BatchStopped, Fault, Progress
 from tokenmill.batch.runner import WINDOW, cancel, run
 
-__all__ = ["WINDOW", "BatchError", "BatchInvalid", "BatchReport", "BatchStopped", "Fault", "Progress", "cancel", "run"]
+__all__ = [
+    "WINDOW",
+    "BatchError",
+    "BatchInvalid",
+    "BatchNotFound",
+    "BatchReport",
+    "BatchStopped",
+    "Fault",
+    "Progress",
+    "cancel",
+    "run",
+]

@@ -69,6 +69,10 @@ class BatchStopped(BatchError):
     """A run was stopped before it had a report: while its input was checked, or while Redis was away."""
 
 
+class BatchNotFound(BatchError):
+    """Redis knows no request of a run that is to be cancelled: it may be another Redis than the run's."""
+
+
 class BatchInvalid(BatchError):
     """The input is not a batch file; nothing was submitted.
 

@@ -17,7 +17,7 @@ import orjson
 from tokenmill.batch.flight import Flight, Flights, Ready, reach
 from tokenmill.batch.index import Index, Line
 from tokenmill.batch.output import Outputs, check_paths
-from tokenmill.batch.report import BatchError, BatchReport, BatchStopped, OnProgress, Progress
+from tokenmill.batch.report import BatchError, BatchNotFound, BatchReport, BatchStopped, OnProgress, Progress
 from tokenmill.batch.request import Unsupported, translate
 from tokenmill.batch.response import Asked, refusal_line, response_line
 from tokenmill.batch.source import Source
@@ -106,8 +106,9 @@ def cancel(
         reason: kept in the results.
 
     Raises:
-        BatchError: no run has begun with these files and this queue; Redis knows no request of the run, so that it may
-            be another Redis; or as `run`, in particular while the run has not ended. No file was changed.
+        BatchNotFound: Redis knows no request of the run, so that it may be another Redis. No file was changed.
+        BatchError: no run has begun with these files and this queue; or as `run`, in particular while the run has not
+            ended. No file was changed.
         redis.RedisError: Redis is away. Call again to continue.
     """
     with _files(input_path, output_path, errors_path, threading.Event()) as files:
@@ -127,7 +128,7 @@ def cancel(
         if known:
             files.outputs.next_generation()
         elif state.root is not None and _lines_left(files) and not _is_there(client, state.group):
-            raise BatchError(  # the requests may be in flight at another Redis
+            raise BatchNotFound(  # the requests may be in flight at another Redis
                 f"{output_path}: this Redis knows no request of the run; no request was cancelled. If the run used "
                 "another Redis, name it with --redis. If Redis has lost its data, no request is in flight."
             )

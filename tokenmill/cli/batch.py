@@ -21,7 +21,8 @@ from tokenmill.protocol.keys import LANES
 
 EPILOG = (
     "Exit status: 0 every request succeeded, 1 every request has its line and some failed, 2 the input is not a batch "
-    "file or a file cannot be used, 5 Redis away, 130 stopped by SIGINT or SIGTERM: run the same command to continue."
+    "file or a file cannot be used, 5 Redis away or not the run's, 130 stopped by SIGINT or SIGTERM: run the "
+    "same command to continue."
 )
 
 app = typer.Typer(help="Run files of requests in OpenAI's batch format.", no_args_is_help=True)
@@ -85,6 +86,8 @@ def _ended() -> Iterator[None]:
         yield
     except batch.BatchStopped as stopped:
         end(Exit.INTERRUPTED, str(stopped))
+    except batch.BatchNotFound as error:
+        end(Exit.UNAVAILABLE, str(error))
     except batch.BatchInvalid as invalid:
         found = "1 error" if invalid.count == 1 else f"{invalid.count} errors"
         end(Exit.USAGE, f"{invalid}\n{found} found; nothing submitted.")

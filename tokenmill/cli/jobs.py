@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import orjson
 import typer
 
 from tokenmill.cli.console import Exit, Prefix, Queue, Url, connected, end
+from tokenmill.cli.streams import drop_output
 from tokenmill.cli.waiting import explained, note_pause
 from tokenmill.client.core import new_id
 from tokenmill.client.follow import TextFollower, TextRestarted
@@ -81,15 +81,15 @@ def submit(
             )
             note_pause(client)
             if not wait:
-                print(job.id)
+                print(job.id, flush=True)
                 return
             _follow(client, job, None if timeout is None else max(0.0, begun + timeout - time.monotonic()))
         except (KeyboardInterrupt, BrokenPipeError) as left:
             if job is None:
                 raise
             job.cancel(timeout=CTRL_C_S)
-            if isinstance(left, BrokenPipeError):  # `| head` has ended: the text that is still buffered goes nowhere
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if isinstance(left, BrokenPipeError):  # `| head` has ended
+                drop_output()
             end(Exit.INTERRUPTED, f"\njob {job.id} cancelled")
 
 

@@ -20,6 +20,7 @@ from tokenmill.cli.interrupt import guard
 from tokenmill.cli.jobs import cancel, result, submit, tail
 from tokenmill.cli.packages import prefer_ours
 from tokenmill.cli.queue import info
+from tokenmill.cli.streams import drop_output, written
 from tokenmill.cli.workers import LAZY, LazyCommand
 from tokenmill.protocol.version import version
 
@@ -39,6 +40,9 @@ class _Group(TyperGroup):
             if parameter is None or context is None or called(context, parameter) != parameter.envvar:
                 raise
             end(Exit.USAGE, f"{parameter.envvar}: {error.message}")
+        except BrokenPipeError:  # click would end with status 1, which means a failed job
+            drop_output()
+            end(Exit.INTERRUPTED)
 
 
 app = typer.Typer(
@@ -76,4 +80,5 @@ def _common(
 def main() -> None:
     """Run the command that the arguments name; `tokenmill.__main__` is the entry point."""
     guard()
-    app()
+    with written():
+        app()

@@ -267,7 +267,7 @@ def test_a_cancel_that_asks_another_redis_fails_and_leaves_the_run_as_it_was(
     state = tmp_path / f"{files.output.name}.state"
     before = state.read_bytes()
     another = queue.url.rpartition("/")[0] + "/9"
-    with Client(another, queue.keys.queue) as other, pytest.raises(BatchError, match="knows no request of the run"):
+    with Client(another, queue.keys.queue) as other, pytest.raises(batch.BatchNotFound, match="no request of the run"):
         batch.cancel(files.input, files.output, files.errors, client=other)
     assert state.read_bytes() == before
     assert batch.cancel(files.input, files.output, files.errors, client=client) == 4

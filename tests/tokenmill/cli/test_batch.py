@@ -161,7 +161,7 @@ def test_a_cancel_that_does_not_name_the_run_changes_nothing_and_fails(folder: P
         assert contents(folder) == before
         assert queue.depth() == 20
     elsewhere = run(queue, *arguments(folder, "cancel", "--redis", queue.url.rpartition("/")[0] + "/9"))
-    assert (elsewhere.returncode, elsewhere.stdout) == (Exit.USAGE, "")
+    assert (elsewhere.returncode, elsewhere.stdout) == (Exit.UNAVAILABLE, "")
     assert "If the run used another Redis, name it with --redis." in elsewhere.stderr
     assert contents(folder) == before
     assert run(queue, *arguments(folder, "cancel")).stdout == "20 requests in flight cancelled\n"

@@ -342,3 +342,41 @@ def test_an_extra_that_the_running_command_misses_is_named_too() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (Exit.USAGE, False)
     assert "needs prometheus_client: in a clone of tokenmill, pip install '.[worker]'" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["info"], ["cancel", "x"], ["result", "mine"]])
+def test_an_output_without_a_reader_and_one_without_room_have_statuses_of_their_own(
+    queue: Queue, worker: MiniWorker, arguments: list[str]
+) -> None:
+    with Client(queue.url, queue.keys.queue) as client:
+        client.submit("one two", id="mine").result(timeout=20)
+    reader, closed = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    for output, status, complaint in (
+        (closed, Exit.INTERRUPTED, ""),
+        (full, Exit.USAGE, "cannot write the output: No space left on device\n"),
+    ):
+        done = subprocess.run(
+            command(queue, *arguments),
+            env=environment(queue),
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (status, complaint)
+        os.close(output)
+
+
+def test_a_text_with_characters_that_the_terminal_lacks_is_printed(queue: Queue, worker: MiniWorker) -> None:
+    done = subprocess.run(
+        command(queue, "submit", "h\u00e9llo"),
+        env={**environment(queue), "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "h\\xe9llo \n")
