@@ -105,10 +105,12 @@ def _check_quantisation(config: PretrainedConfig) -> None:
         stated = getattr(config, key, None)
         if stated is None:
             continue
-        method = stated.get("quant_method") if isinstance(stated, dict) else getattr(stated, "quant_method", None)
-        # bitsandbytes is listed as bitsandbytes_4bit and bitsandbytes_8bit
-        known = any(str(name).startswith(str(method)) for name in AUTO_QUANTIZATION_CONFIG_MAPPING)
-        if key != "quantization_config" or not method or not known:
+        values: dict[str, Any] = stated if isinstance(stated, dict) else vars(stated)
+        method = values.get("quant_method")
+        name = str(getattr(method, "value", method))
+        if name == "bitsandbytes":  # which the table has by the number of bits
+            name += "_4bit" if values.get("load_in_4bit") else "_8bit" if values.get("load_in_8bit") else ""
+        if key != "quantization_config" or name not in AUTO_QUANTIZATION_CONFIG_MAPPING:
             raise LoadError(f"{key} in config.json: quant_method {method!r} is not known")
 
 

@@ -195,7 +195,16 @@ class TestQuantisation:
         refused(model, name, "quantisation", backend=backend)
 
     @BACKENDS
-    @pytest.mark.parametrize("stated", [{"quant_method": "future", "bits": 4}, {"bits": 4}, {}])
+    @pytest.mark.parametrize(
+        "stated",
+        [
+            {"quant_method": "future", "bits": 4},
+            {"quant_method": "gpt"},  # only the beginning of a known name
+            {"quant_method": "bitsandbytes", "load_in_4bit": False},
+            {"bits": 4},
+            {},
+        ],
+    )
     def test_an_unknown_method_is_refused_though_the_weights_are_plain(
         self, model: Path, backend: str, stated: dict[str, Any]
     ) -> None:
