@@ -280,7 +280,7 @@ def one(model: Path, tmp_path: Path) -> Path:
     return convert(model, tmp_path / "one.gguf", "llama")
 
 
-def rewrite(source: Path, target: Path, keep: Callable[[str], bool], **more: int) -> Path:
+def rewrite(source: Path, target: Path, keep: Callable[[str], bool], **more: int | str) -> Path:
     """A copy of a GGUF file with the keys and tensors for whose names `keep` is true."""
     reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(target, "llama")
     writer.kv_data[0].clear()
@@ -289,7 +289,8 @@ def rewrite(source: Path, target: Path, keep: Callable[[str], bool], **more: int
             item = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(name, field.contents(), field.types[0], item)
     for name, value in more.items():
-        writer.add_uint16(name.replace("__", "."), value)
+        key = name.replace("__", ".")
+        writer.add_string(key, value) if isinstance(value, str) else writer.add_uint16(key, value)
     for tensor in reader.tensors:
         if keep(tensor.name):
             writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
@@ -359,6 +360,8 @@ class TestGgufFiles:
         folder.mkdir()
         shutil.copy(one, folder / "a.gguf")
         projector(folder / "mmproj-a.gguf")
+        rewrite(one, folder / "lora.gguf", lambda name: name == "general.architecture", general__type="adapter")
+        rewrite(one, folder / "imatrix.gguf", lambda name: False, general__type="imatrix")
         assert load(folder).name == "a"
         shutil.copy(one, folder / "b.GGUF")
         refused(folder, "several GGUF models", "a.gguf, b.GGUF")
