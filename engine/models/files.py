@@ -10,7 +10,7 @@ import structlog
 from engine.models import demo
 from engine.models.gguf import GgufFile, holds_model
 from engine.models.gguf_reader import gguf_parts, part_stem, read_metadata
-from engine.models.weights import LoadError
+from engine.models.weights import LoadError, model_safetensors
 
 log = structlog.get_logger()
 
@@ -54,8 +54,8 @@ def _gguf(path: Path, name: str | None = None) -> Source:
 
 def _directory(path: Path) -> Source:
     """A directory with safetensors, or with one model in GGUF."""
-    ggufs = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf" and file.is_file())
-    if ggufs and not any(path.glob("*.safetensors")):
+    ggufs = sorted(file for file in path.glob("[!.]*") if file.suffix.lower() == ".gguf" and file.is_file())
+    if ggufs and not model_safetensors(path):
         return _gguf(_only_model(path, ggufs))
     if not (path / "config.json").exists():
         if (path / "adapter_config.json").exists():

@@ -43,9 +43,10 @@ def stock_model(source: Source, config: PretrainedConfig, dtype: torch.dtype) ->
 def _reads_shards_alike(directory: Path, checkpoint: SafetensorsCheckpoint) -> bool:
     """Tell whether transformers takes each tensor from the same file as `checkpoint` does.
 
-    It wants an index beside shards, with `metadata`, and takes a tensor that two shards hold from the later one.
+    It wants a name that it knows, an index beside shards, with `metadata`, and takes a tensor that two shards hold from
+    the later one.
     """
-    if len(checkpoint.files) == 1:
+    if checkpoint.files == {directory / "model.safetensors"}:
         return True
     index = directory / SAFETENSORS_INDEX
     return index.exists() and "metadata" in json.loads(index.read_bytes()) and not checkpoint.has_copies()

@@ -122,6 +122,12 @@ class TestShards:
         save_file(load_file(second) | {name: tensor * 3}, second, metadata={"format": "pt"})
         assert torch.allclose(logits(load(shards, backend=backend)), logits(load(model)), atol=1e-4)
 
+    def test_one_file_may_have_any_name(self, model: Path, backend: str) -> None:
+        want = logits(load(model, backend=backend))
+        (model / "model.safetensors").rename(model / "weights.safetensors")
+        (model / "._weights.safetensors").write_bytes(b"junk")  # as macOS leaves beside copies
+        assert torch.allclose(logits(load(model, backend=backend)), want, atol=1e-4)
+
     def test_an_index_needs_no_metadata(self, model: Path, shards: Path, backend: str) -> None:
         edit(shards / "model.safetensors.index.json", lambda index: index.pop("metadata"))
         assert torch.allclose(logits(load(shards, backend=backend)), logits(load(model)), atol=1e-4)
@@ -353,6 +359,9 @@ class TestGgufFiles:
         refused(parts[0].rename(tmp_path / "renamed.gguf"), "one of 3 parts")
 
     def test_upper_case_is_the_same(self, one: Path, tmp_path: Path) -> None:
+        for part in split(one, tmp_path / "parts"):
+            part.rename(part.with_name(part.name.upper()))
+        assert load(tmp_path / "parts").name == "BIG"
         assert load(one.rename(tmp_path / "ONE.GGUF")).name == "ONE"
 
     def test_a_folder_with_one_model_is_that_model(self, one: Path, tmp_path: Path) -> None:
@@ -365,6 +374,14 @@ class TestGgufFiles:
         assert load(folder).name == "a"
         shutil.copy(one, folder / "b.GGUF")
         refused(folder, "several GGUF models", "a.gguf, b.GGUF")
+
+    @pytest.mark.parametrize("name", ["adapter_model.safetensors", "consolidated.safetensors", "._a.gguf"])
+    def test_it_is_found_beside_files_that_are_no_model(self, one: Path, tmp_path: Path, name: str) -> None:
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        shutil.copy(one, folder / "a.gguf")
+        (folder / name).write_bytes(b"junk")
+        assert load(folder).name == "a"
 
     def test_a_projector_is_no_model(self, tmp_path: Path) -> None:
         refused(projector(tmp_path / "mmproj.gguf"), "mmproj.gguf", "'clip'")
