@@ -5,6 +5,7 @@ Key and tensor names are llama.cpp's (gguf-py `constants.py`, `tensor_mapping.py
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,17 @@ _BLOCK = {
 }
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """Tensors that hold all experts of a layer."""
-NO_MODELS = {"clip"}
+_NO_MODELS = {"clip"}
 """Architectures that are no language models but lie beside them: encoders of images and sound."""
 ROPE_FACTORS = "rope_freqs.weight"
 """Name of the tensor that divides the rotary frequencies (llama3 scaling, which the converter evaluated)."""
 _ROPE_FACTOR_LISTS = ("rope_factors_short.weight", "rope_factors_long.weight")
+
+
+def holds_model(metadata: Mapping[str, Any]) -> bool:
+    """Tell a language model from what lies beside models: adapters, importance matrices, encoders of images."""
+    kind = metadata.get("general.type", "model")
+    return kind == "model" and metadata.get("general.architecture") not in _NO_MODELS
 
 
 class GgufFile:
@@ -56,7 +63,8 @@ class GgufFile:
         self.architecture = str(self.field("general.architecture"))
         self.family = ARCHITECTURES.get(self.architecture)
         """The entry of the architecture; None: the architecture is not known, and `config` raises."""
-        if (kind := self.field("general.type", "model")) != "model" or self.architecture in NO_MODELS:
+        if not holds_model(self._metadata):
+            kind = self.field("general.type", "model")
             raise LoadError(
                 f"{path} holds no language model (its type is {kind!r}, architecture {self.architecture!r})"
             )

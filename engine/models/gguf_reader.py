@@ -28,7 +28,7 @@ _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
 _MAX_COUNT = 1 << 22
 """Tensors, keys or elements of an array beyond which a number is taken for damage; vocabularies have some 100,000."""
-_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+_PART = re.compile(r"-(\d{5})(-of-(\d{5})\.gguf)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ def gguf_parts(path: Path) -> list[Path]:
     found = _PART.search(path.name)
     if found is None:
         return [path]
-    total = int(found[2])
-    stem, suffix = path.name[: found.start()], path.name[-len(".gguf") :]
-    parts = [path.with_name(f"{stem}-{number:05d}-of-{found[2]}{suffix}") for number in range(1, total + 1)]
+    total = int(found[3])
+    stem = path.name[: found.start()]
+    parts = [path.with_name(f"{stem}-{number:05d}{found[2]}") for number in range(1, total + 1)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing or path not in parts:
         raise LoadError(

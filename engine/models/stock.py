@@ -43,9 +43,10 @@ def stock_model(source: Source, config: PretrainedConfig, dtype: torch.dtype) ->
 def _reads_shards_alike(directory: Path, checkpoint: SafetensorsCheckpoint) -> bool:
     """Return whether transformers reads each tensor from the same file as `checkpoint`.
 
-    It requires an index with `metadata` beside shards, and reads a tensor that is in two shards from the later one.
+    It requires a name that it knows and an index with `metadata` beside shards; a tensor that is in two shards is read
+    from the later one.
     """
-    if len(checkpoint.files) == 1:
+    if checkpoint.files == {directory / "model.safetensors"}:
         return True
     index = directory / SAFETENSORS_INDEX
     return index.exists() and "metadata" in json.loads(index.read_bytes()) and not checkpoint.has_copies()
@@ -105,10 +106,12 @@ def _check_quantisation(config: PretrainedConfig) -> None:
         stated = getattr(config, key, None)
         if stated is None:
             continue
-        method = stated.get("quant_method") if isinstance(stated, dict) else getattr(stated, "quant_method", None)
-        # bitsandbytes is listed as bitsandbytes_4bit and bitsandbytes_8bit
-        known = any(str(name).startswith(str(method)) for name in AUTO_QUANTIZATION_CONFIG_MAPPING)
-        if key != "quantization_config" or not method or not known:
+        values: dict[str, Any] = stated if isinstance(stated, dict) else vars(stated)
+        method = values.get("quant_method")
+        name = str(getattr(method, "value", method))
+        if name == "bitsandbytes":  # which the table has by the number of bits
+            name += "_4bit" if values.get("load_in_4bit") else "_8bit" if values.get("load_in_8bit") else ""
+        if key != "quantization_config" or name not in AUTO_QUANTIZATION_CONFIG_MAPPING:
             raise LoadError(f"{key} in config.json: quant_method {method!r} is not known")
 
 

@@ -98,7 +98,7 @@ def safetensors_files(directory: Path) -> dict[str, Path]:
         return _names_in([single])
     if index.exists():
         return _indexed(index)
-    paths = sorted(path for path in directory.glob("*.safetensors") if path.name not in _OTHER_WEIGHTS)
+    paths = model_safetensors(directory)
     if not paths:
         raise LoadError(f"{directory} has no *.safetensors file{_what_else(directory)}")
     shards = [_SHARD.fullmatch(path.name) for path in paths]
@@ -108,6 +108,12 @@ def safetensors_files(directory: Path) -> dict[str, Path]:
         wanted = {f"{shard[1]}-{n:05d}-of-{shard[3]}.safetensors" for n in range(1, int(shard[3]) + 1)}
         _refuse_missing(directory, wanted - {path.name for path in paths})
     return _names_in(paths)
+
+
+def model_safetensors(directory: Path) -> list[Path]:
+    """The safetensors of a directory that may be a model's, in order; not those of another kind, nor hidden files."""
+    found = directory.glob("*.safetensors")
+    return sorted(path for path in found if path.name not in _OTHER_WEIGHTS and not path.name.startswith("."))
 
 
 def _indexed(index: Path) -> dict[str, Path]:

@@ -122,6 +122,12 @@ class TestShards:
         save_file(load_file(second) | {name: tensor * 3}, second, metadata={"format": "pt"})
         assert torch.allclose(logits(load(shards, backend=backend)), logits(load(model)), atol=1e-4)
 
+    def test_one_file_may_have_any_name(self, model: Path, backend: str) -> None:
+        want = logits(load(model, backend=backend))
+        (model / "model.safetensors").rename(model / "weights.safetensors")
+        (model / "._weights.safetensors").write_bytes(b"junk")  # as macOS leaves beside copies
+        assert torch.allclose(logits(load(model, backend=backend)), want, atol=1e-4)
+
     def test_an_index_needs_no_metadata(self, model: Path, shards: Path, backend: str) -> None:
         edit(shards / "model.safetensors.index.json", lambda index: index.pop("metadata"))
         assert torch.allclose(logits(load(shards, backend=backend)), logits(load(model)), atol=1e-4)
@@ -195,7 +201,16 @@ class TestQuantisation:
         refused(model, name, "quantisation", backend=backend)
 
     @BACKENDS
-    @pytest.mark.parametrize("stated", [{"quant_method": "future", "bits": 4}, {"bits": 4}, {}])
+    @pytest.mark.parametrize(
+        "stated",
+        [
+            {"quant_method": "future", "bits": 4},
+            {"quant_method": "gpt"},  # only the beginning of a known name
+            {"quant_method": "bitsandbytes", "load_in_4bit": False},
+            {"bits": 4},
+            {},
+        ],
+    )
     def test_an_unknown_method_is_refused_though_the_weights_are_plain(
         self, model: Path, backend: str, stated: dict[str, Any]
     ) -> None:
@@ -271,7 +286,7 @@ def one(model: Path, tmp_path: Path) -> Path:
     return convert(model, tmp_path / "one.gguf", "llama")
 
 
-def rewrite(source: Path, target: Path, keep: Callable[[str], bool], **more: int) -> Path:
+def rewrite(source: Path, target: Path, keep: Callable[[str], bool], **more: int | str) -> Path:
     """A copy of a GGUF file with the keys and tensors for whose names `keep` is true."""
     reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(target, "llama")
     writer.kv_data[0].clear()
@@ -280,7 +295,8 @@ def rewrite(source: Path, target: Path, keep: Callable[[str], bool], **more: int
             item = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(name, field.contents(), field.types[0], item)
     for name, value in more.items():
-        writer.add_uint16(name.replace("__", "."), value)
+        key = name.replace("__", ".")
+        writer.add_string(key, value) if isinstance(value, str) else writer.add_uint16(key, value)
     for tensor in reader.tensors:
         if keep(tensor.name):
             writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
@@ -343,6 +359,9 @@ class TestGgufFiles:
         refused(parts[0].rename(tmp_path / "renamed.gguf"), "one of 3 parts")
 
     def test_the_suffix_gguf_may_be_in_upper_case(self, one: Path, tmp_path: Path) -> None:
+        for part in split(one, tmp_path / "parts"):
+            part.rename(part.with_name(part.name.upper()))
+        assert load(tmp_path / "parts").name == "BIG"
         assert load(one.rename(tmp_path / "ONE.GGUF")).name == "ONE"
 
     def test_a_folder_with_one_model_is_that_model(self, one: Path, tmp_path: Path) -> None:
@@ -350,9 +369,19 @@ class TestGgufFiles:
         folder.mkdir()
         shutil.copy(one, folder / "a.gguf")
         projector(folder / "mmproj-a.gguf")
+        rewrite(one, folder / "lora.gguf", lambda name: name == "general.architecture", general__type="adapter")
+        rewrite(one, folder / "imatrix.gguf", lambda name: False, general__type="imatrix")
         assert load(folder).name == "a"
         shutil.copy(one, folder / "b.GGUF")
         refused(folder, "several GGUF models", "a.gguf, b.GGUF")
+
+    @pytest.mark.parametrize("name", ["adapter_model.safetensors", "consolidated.safetensors", "._a.gguf"])
+    def test_it_is_found_beside_files_that_are_no_model(self, one: Path, tmp_path: Path, name: str) -> None:
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        shutil.copy(one, folder / "a.gguf")
+        (folder / name).write_bytes(b"junk")
+        assert load(folder).name == "a"
 
     def test_a_folder_with_only_a_projector_is_no_model(self, tmp_path: Path) -> None:
         refused(projector(tmp_path / "mmproj.gguf"), "mmproj.gguf", "'clip'")
