@@ -141,7 +141,7 @@ def test_outputs_belong_to_one_input(tmp_path: Path) -> None:
 def test_outputs_without_a_line_belong_to_the_input_whose_requests_may_be_in_flight(tmp_path: Path) -> None:
     with begun(tmp_path / "out") as outputs:
         state = (tmp_path / "out.state").read_bytes()
-    with pytest.raises(BatchError, match="another input, or this one was changed"):
+    with pytest.raises(BatchError, match="another input, or the input was changed"):
         Outputs(tmp_path / "out", None, "e" * 64)
     assert (tmp_path / "out.state").read_bytes() == state
     with begun(tmp_path / "out") as outputs:
