@@ -121,7 +121,8 @@ def test_a_command_reports_a_lost_job_when_redis_comes_back_empty(own_redis: Red
         arguments = ("submit", "x", "--id", "mine") if verb == "submit" else (verb, "mine")
         process = subprocess.Popen(command(queue, *arguments), env=environment(queue), stderr=subprocess.PIPE)
         eventually(lambda: admin.exists(queue.keys.job("mine")) and len(admin.client_list(_type="normal")) > 1, 30)
-        eventually(lambda: any(one["cmd"] == "xread" for one in admin.client_list()), 30)
+        # Blocked: it has looked for the job before.
+        eventually(lambda: any(one["cmd"] == "xread" and "b" in one["flags"] for one in admin.client_list()), 30)
     own_redis.kill()
     for path in own_redis.folder.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
