@@ -8,6 +8,7 @@ keyword that llguidance enforces only in part is rewritten so that it is enforce
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable
 from math import inf
@@ -16,7 +17,7 @@ from urllib.parse import quote, unquote
 
 from engine.request import GrammarError
 from engine.sampling.formats import LENGTHS, PATTERNS
-from engine.sampling.patterns import PatternError, exactly, translate
+from engine.sampling.patterns import PatternError, translate
 
 Path = tuple[str, ...]
 
@@ -34,6 +35,8 @@ MAX_REFERENCES = 16
 """Maximum chain of references to follow to find out whether the schemas of a `oneOf` exclude each other."""
 MAX_STEPPED = 2**20
 """Largest integer to which `LEAST_STEP` can be added without losing digits."""
+MAX_SPELT_OUT = 256 * 1024
+"""Characters of the schemas that a list of names is written out with."""
 MAX_COUNT = 2**31 - 1
 """Largest length or number of items or properties that is counted; texts are far shorter."""
 _DRAFT = re.compile(r"https?://json-schema\.org/(draft-0[4-7]|draft/20(19-09|20-12))/schema#?")
@@ -108,7 +111,7 @@ class _Walk:
         if not isinstance(schema, dict):
             raise _wrong(at, "a schema is an object, true or false")
         out: dict[str, Any] = {}
-        names: frozenset[str] | None = None
+        names: list[str] | None = None
         for key, value in schema.items():
             handler = _KEYWORDS.get(key)
             if key == "propertyNames":
@@ -121,9 +124,7 @@ class _Walk:
         _check_combinations(schema, at)
         _replace_format(out)
         if names is not None:
-            values = out.get("additionalProperties", True)
-            out["patternProperties"] = {f"^(?:{'|'.join(map(exactly, sorted(names)))})$": values} if names else {}
-            out["additionalProperties"] = False
+            _spell_out(out, names, at)
         if any(key in out for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")):
             self._bounded.append((at, out))
         if "oneOf" in out and self._exclude_one_another(schema["oneOf"]):
@@ -147,8 +148,8 @@ class _Walk:
                 out.pop(f"exclusive{low.title()}")
                 out[low] = max(out.get(low, bound) * up, bound * up + LEAST_STEP) * up
 
-    def _property_names(self, names: Any, schema: dict[str, Any], at: Path) -> frozenset[str] | None:
-        """Check `propertyNames`; returns the names that it lists, None if it allows every name.
+    def _property_names(self, names: Any, schema: dict[str, Any], at: Path) -> list[str] | None:
+        """Check `propertyNames`; returns the names that it lists, in order, None if it allows every name.
 
         Raises:
             GrammarError: it is anything but `type: string` or a list of names in a schema without other names.
@@ -169,7 +170,7 @@ class _Walk:
             raise _wrong(at, "is supported as type string or as a list of names (enum, const) only")
         if "properties" in schema or "patternProperties" in schema:
             raise _wrong(at, "a list of names is not supported beside properties or patternProperties")
-        return words
+        return list(dict.fromkeys([rest["const"]] if "const" in rest else rest["enum"]))
 
     def _exclude_one_another(self, branches: list[Any]) -> bool:
         """Return whether the types and constants of these schemas show that no value is valid under two of them.
@@ -378,6 +379,18 @@ _KEYWORDS: dict[str, _Handler] = {
     "multipleOf": _Walk.step,
 }
 """The keywords that restrict and are enforced, with their checks."""
+
+
+def _spell_out(schema: dict[str, Any], names: list[str], at: Path) -> None:
+    """Give an object these properties and no others, each with the schema of `additionalProperties`.
+
+    A pattern of the names would do, too, but llguidance lets a comma follow the last name that it allows.
+    """
+    values = schema.get("additionalProperties", True)
+    if len(names) * len(json.dumps(values)) > MAX_SPELT_OUT:
+        raise _wrong(at, "propertyNames lists too many names for the size of additionalProperties")
+    schema["properties"] = dict.fromkeys(names, values)
+    schema["additionalProperties"] = False
 
 
 def _check_combinations(schema: dict[str, Any], at: Path) -> None:

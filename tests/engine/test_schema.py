@@ -334,6 +334,12 @@ def test_a_valid_text_can_be_generated(schema: Any, text: str) -> None:
     assert validator_for(schema, default=Draft202012Validator)(schema).is_valid(json.loads(text))
 
 
+def test_an_object_whose_names_are_listed_ends_after_the_last_of_them() -> None:
+    matcher = Grammar(TOKENIZER, _source("json", RECORD)).matcher()._matcher
+    assert matcher.consume_tokens(list(b'{"a":1,"b.c":2'))
+    assert matcher.try_consume_tokens(list(b",")) == 0
+
+
 def test_the_pattern_of_dates_knows_the_calendar() -> None:
     pattern = re.compile(PATTERNS["date"])
     for year, month, day in itertools.product((1, 4, 100, 400, 1900, 2000, 2023, 2024, 9999), range(14), range(33)):
