@@ -114,12 +114,12 @@ def test_harmless_arguments_pass() -> None:
         ({"attention_mask": torch.ones(1, 1, 3, 3)}, "mask"),
         ({"dropout": 0.1}, "dropout"),
         ({"is_causal": False}, "bidirectional"),
-        ({"sliding_window": None}, "does not tell"),
+        ({"sliding_window": None}, "does not pass it"),
         ({"value": torch.randn(1, 2, 3, 4)}, "another shape"),
-        ({"tokenmill": None}, "does not hand"),
+        ({"tokenmill": None}, "does not pass keyword"),
     ],
 )
-def test_whatever_else_attention_is_asked_for_is_refused(more: dict[str, object], message: str) -> None:
+def test_a_model_that_needs_other_attention_is_refused(more: dict[str, object], message: str) -> None:
     with pytest.raises(Unsupported, match=message):
         call(**more)
 
