@@ -119,7 +119,7 @@ def test_an_engine_whose_outputs_are_not_taken_goes_on_in_bounded_memory() -> No
     running.inbox.post(Add(request("a", 4 * BACKLOG)))
     eventually(lambda: running.engine.steps and not running.engine.has_work)
     handed_over = threading.Event()
-    running.loop.post(Do(handed_over.set))
+    running.inbox.post(Do(handed_over.set))
     assert handed_over.wait(10)  # the next turn has begun, so the outputs of the last step are in the outbox
     outputs = []
     while not running.outbox.empty():
@@ -157,10 +157,11 @@ def test_while_all_requests_are_on_hold_the_engine_sleeps_and_still_checks_deadl
 def test_a_leak_is_reported_once_and_the_loop_goes_on() -> None:
     engine = FakeEngine()
     engine.check_idle = lambda: "3 of 64 device blocks are held by no sequence and not free"  # type: ignore[method-assign]
-    loop = EngineLoop(engine, threading.Event())
+    inbox = Inbox()
+    loop = EngineLoop(engine, threading.Event(), inbox, Outbox(), Telemetry())
     with structlog.testing.capture_logs() as logs:
         for handle in ("a", "b"):
-            loop.post(Add(request(handle)))
+            inbox.post(Add(request(handle)))
             loop.turn(wait=False)
             while engine.has_work:
                 loop.turn(wait=False)
