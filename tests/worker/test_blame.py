@@ -300,17 +300,20 @@ def test_a_broken_device_counts_a_death_for_the_jobs_that_ran_on_it(queue: Queue
     poison = queue.add({"prompt": "!", "max_tokens": 5})
     neighbours = [queue.add({"prompt": f"{i}", "max_tokens": 40}) for i in range(6)]
     options = {"lease_seconds": "5", "max_waiting": "64"}  # long: every worker hands back what it holds
+    ended = 0
     for _ in range(8):
         worker = Inside(queue, Breaking(step_seconds=0.002), **options).start()
         eventually(lambda: worker.status is not None or queue.depth() == 0, 20)  # noqa: B023
         if worker.status is None:
             break
         assert worker.join() is Exit.ERROR
+        ended += 1
     else:
         raise AssertionError("the poison was never given up")
     assert worker.stop() is Exit.OK
     result = queue.check_ending(poison)
-    assert (result["error"]["code"], result["attempt"]) == ("gave_up", times)
+    assert (result["error"]["code"], ended) == ("gave_up", times)
+    assert result["attempt"] >= times  # a start that was handed back before a step adds to it, and is no death
     assert result["error"]["cause"] == "worker_lost"
     for job in neighbours:
         assert queue.check_ending(job)["status"] == "succeeded"
