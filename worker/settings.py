@@ -132,7 +132,8 @@ class Settings(BaseSettings):
     )
     device: Device = Field(default=MODEL_DEFAULTS.device, description="Device that runs the model.")
     dtype: Dtype = Field(
-        default=MODEL_DEFAULTS.dtype, description="Precision; auto: bf16 if the device computes in it, else fp32."
+        default=MODEL_DEFAULTS.dtype,
+        description="Precision; auto: bf16 if the device computes in it, else fp32, or fp16 on a GPU.",
     )
     backend: Backend = Field(
         default=MODEL_DEFAULTS.backend,
