@@ -4,24 +4,39 @@ environment. Importing this module does not import torch."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Backend = Literal["auto", "fused", "transformers"]
+Quantize = Literal["none", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which model to load, on which device, in which precision."""
+    """Which model to load, on which device, in which precision.
+
+    Raises:
+        ValueError: a value is none of its choices.
+    """
 
     model: str
     """`smollm2-135m` (the demo model), a safetensors directory, a `.gguf` file, or a Hugging Face hub name."""
     device: str = "auto"
-    """`auto`, `cpu` or `cuda`."""
+    """One of `Device`."""
     dtype: str = "auto"
-    """`auto`, `bfloat16`, `float16` or `float32`; auto: bf16 if the device has it, else fp32 (fp16 on a GPU)."""
+    """One of `Dtype`; auto: bf16 if the device has it, else fp32 (fp16 on a GPU)."""
     max_model_len: int | None = None
     """Longest sequence, prompt and output, in tokens; None: the model's own limit."""
     backend: str = "auto"
-    """`auto`, `fused` (the config-driven decoder) or `transformers` (any model it can run)."""
+    """One of `Backend`: the config-driven decoder (fused), or the code of transformers; auto: fused if possible."""
     quantize: str = "none"
-    """`none`, or `int8`: the linear layers of the fused decoder on the CPU multiply 8-bit weights and inputs."""
+    """One of `Quantize`; int8: the linear layers of the fused decoder on the CPU multiply 8-bit weights and inputs."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (("device", Device), ("dtype", Dtype), ("backend", Backend), ("quantize", Quantize)):
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, not {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,4 +77,5 @@ class EngineConfig:
 
 
 DEFAULTS = EngineConfig()
+MODEL_DEFAULTS = ModelOptions(model="")
 """The default values, for the command line."""

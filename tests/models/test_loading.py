@@ -157,7 +157,7 @@ class TestWhatTheFusedDecoderDoesNotKnow:
             {"model_type": "olmo3"},
         ],
     )
-    def test_a_value_it_does_not_know_is_named(self, tmp_path: Path, change: dict[str, Any]) -> None:
+    def test_a_config_with_an_unknown_value_is_refused(self, tmp_path: Path, change: dict[str, Any]) -> None:
         build(tmp_path)
         edit_json(tmp_path / "config.json", **change)
         with pytest.raises(LoadError, match="the fused decoder can't run"):
@@ -237,7 +237,7 @@ class TestSuggestedSampling:
         with pytest.raises(LoadError, match=r"generation_config\.json can't be read"):
             load(tmp_path)
 
-    def test_values_come_as_written_and_what_is_unknown_is_named(self, tmp_path: Path) -> None:
+    def test_generation_defaults_are_read_as_written_and_unknown_keys_are_named(self, tmp_path: Path) -> None:
         build(tmp_path)
         suggested = {
             "min_p": 2,
@@ -341,6 +341,12 @@ class TestExperts:
         edit_json(tmp_path / "config.json", num_local_experts=5)
         with pytest.raises(LoadError, match=r"mlp\.gate\.weight"):
             load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["device", "dtype", "backend", "quantize"])
+def test_an_option_that_is_none_of_its_choices_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be one of .*, not 'tpu'"):
+        ModelOptions("m", **{name: "tpu"})
 
 
 def test_a_loaded_model_has_its_tokenizer(tmp_path: Path) -> None:
