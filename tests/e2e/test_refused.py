@@ -79,7 +79,7 @@ def test_what_is_loaded_is_logged_with_its_size(own: Queue) -> None:
 
 
 def cut(admin: redis.Redis) -> None:
-    """Make workers log in anew; a changed password leaves connections as they are."""
+    """Close the workers' connections, so that they log in again: a changed password leaves open connections alone."""
     admin.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
 

@@ -80,7 +80,7 @@ def test_a_redis_that_comes_back_empty_is_served_on(own: Queue, own_redis: Redis
 def test_past_its_lease_a_worker_says_nothing_of_an_outage_and_serves_on(
     own: Queue, own_redis: RedisServer, start: Start, seconds: float
 ) -> None:
-    """Longer than the lease: what ran is in another's hands or starts anew; the log has one line of it."""
+    """The outage is longer than the lease: the job is run again, here or by another worker, and logged in one line."""
     worker = start(own, FAKE_STEP="0.02", lease_seconds="2")
     job = running(own, max_tokens=150)
     own_redis.kill()

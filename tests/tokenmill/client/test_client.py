@@ -128,6 +128,7 @@ def test_a_job_that_a_worker_would_refuse_is_not_sent(client: Client) -> None:
         {"prompt": "x", "temperature": float("nan")},
         {"prompt": "x", "max_tokens": True},
         {"prompt": "x", "tempreature": 1},
+        {"prompt": "x", "keys": 1},
         {"prompt": "x", "id": "a:b"},
         {"prompt": "x", "group": "{g}"},
         {"prompt": "x", "tenant": ""},
