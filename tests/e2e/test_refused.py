@@ -66,7 +66,7 @@ def test_a_worker_whose_model_cannot_be_loaded_claims_no_lease(own: Queue) -> No
 
 
 @pytest.mark.model
-def test_what_is_loaded_is_logged_with_its_size(own: Queue) -> None:
+def test_the_loaded_model_is_logged_with_its_size(own: Queue) -> None:
     options = ("--queue", own.keys.queue, "--burst", "--num-kv-blocks", "64", "--device", "cpu")
     done = serve(own.url, *options, model="smollm2-135m")
     assert done.returncode == Exit.OK
