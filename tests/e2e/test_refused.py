@@ -66,7 +66,7 @@ def test_a_worker_whose_model_cannot_be_loaded_claims_no_lease(own: Queue) -> No
 
 
 @pytest.mark.model
-def test_what_is_loaded_is_logged_with_its_size(own: Queue) -> None:
+def test_the_loaded_model_is_logged_with_its_size(own: Queue) -> None:
     options = ("--queue", own.keys.queue, "--burst", "--num-kv-blocks", "64", "--device", "cpu")
     done = serve(own.url, *options, model="smollm2-135m")
     assert done.returncode == Exit.OK
@@ -79,7 +79,7 @@ def test_what_is_loaded_is_logged_with_its_size(own: Queue) -> None:
 
 
 def cut(admin: redis.Redis) -> None:
-    """Make workers log in anew; a changed password leaves connections as they are."""
+    """Close the workers' connections, so that they log in again: a changed password leaves open connections alone."""
     admin.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
 
