@@ -4,7 +4,7 @@ environment. Importing this module does not import torch."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -14,29 +14,19 @@ Quantize = Literal["none", "int8"]
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which model to load, on which device, in which precision.
-
-    Raises:
-        ValueError: a value is none of its choices.
-    """
+    """Which model to load, on which device, in which precision."""
 
     model: str
     """`smollm2-135m` (the demo model), a safetensors directory, a `.gguf` file, or a Hugging Face hub name."""
-    device: str = "auto"
-    """One of `Device`."""
-    dtype: str = "auto"
-    """One of `Dtype`; auto: bf16 if the device has it, else fp32 (fp16 on a GPU)."""
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    """auto: bf16 if the device has it, else fp32 (fp16 on a GPU)."""
     max_model_len: int | None = None
     """Longest sequence, prompt and output, in tokens; None: the model's own limit."""
-    backend: str = "auto"
-    """One of `Backend`: the config-driven decoder (fused), or the code of transformers; auto: fused if possible."""
-    quantize: str = "none"
-    """One of `Quantize`; int8: the linear layers of the fused decoder on the CPU multiply 8-bit weights and inputs."""
-
-    def __post_init__(self) -> None:
-        for name, choices in (("device", Device), ("dtype", Dtype), ("backend", Backend), ("quantize", Quantize)):
-            if getattr(self, name) not in get_args(choices):
-                raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, not {getattr(self, name)!r}")
+    backend: Backend = "auto"
+    """The config-driven decoder (fused), or the code of transformers; auto: fused if possible."""
+    quantize: Quantize = "none"
+    """int8: the linear layers of the fused decoder on the CPU multiply 8-bit weights and inputs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
 
 from engine.batch import Model
-from engine.config import ModelOptions
+from engine.config import Backend, Device, Dtype, ModelOptions, Quantize
 from engine.models.chat import Tokenizer
 from engine.models.config import DecoderConfig, Unsupported
 from engine.models.decoder import Decoder
@@ -90,6 +90,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
     Raises:
         LoadError: the model does not exist or cannot run here; the message says why.
     """
+    _check_choices(options)
     device = _device(options.device)
     if options.quantize == "int8" and (device.type != "cpu" or options.backend == "transformers"):
         raise LoadError("quantize int8 is for the fused decoder on the CPU")
@@ -112,6 +113,14 @@ def load_model(options: ModelOptions) -> LoadedModel:
     if options.backend == "transformers":
         return _load_transformers(source, config, options, dtype, device, ASKED_FOR)
     return _load_fused(source, config, decoder, options, dtype, device)
+
+
+def _check_choices(options: ModelOptions) -> None:
+    """Raise `LoadError` for a value that no type checker has seen."""
+    for name, choices in (("device", Device), ("dtype", Dtype), ("backend", Backend), ("quantize", Quantize)):
+        value = getattr(options, name)
+        if value not in get_args(choices):
+            raise LoadError(f"{name} must be one of {', '.join(get_args(choices))}, not {value!r}")
 
 
 def _load_fused(
