@@ -20,7 +20,7 @@ def _request(number: int, prompt: int, output: int) -> RequestState:
 
 
 def step_times(running: int, waiting: int, steps: int = 400, block_size: int = 16) -> list[float]:
-    """Return the CPU seconds of `steps` decode-only steps of `running` sequences, while `waiting` others wait."""
+    """Return the CPU seconds of `steps` decode-only steps of `running` sequences, while `waiting` more wait."""
     config = EngineConfig(
         max_num_seqs=running,
         max_num_batched_tokens=1 << 20,

@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """How a request is to end at the next point where no forward pass uses it."""
+    """The end of a request that was cancelled, dropped, expired or failed; applied once no forward pass uses it."""
 
     outcome: Outcome | None
     """None: the request ends without a `Finished`."""

@@ -1,4 +1,4 @@
-"""What the engine is asked for: a `Request` with its `SamplingParams`. Immutable; any thread may read it."""
+"""The input of the engine: a `Request` with its `SamplingParams`. Immutable; any thread may read it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GrammarError(RequestError):
 
 
 class GrammarUndecided(Exception):
-    """It could not be determined whether a grammar compiles. A retry may succeed: the cause is this process."""
+    """Whether a grammar compiles could not be determined. Retryable: the cause is this process, not the grammar."""
 
 
 class PromptTooLong(RequestError):
@@ -93,7 +93,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Request:
-    """One prompt and its parameters. What the engine knows of it beyond that is in `engine.sequence.RequestState`.
+    """One prompt and its parameters. The engine keeps its own state of a request in `engine.sequence.RequestState`.
 
     Raises:
         InvalidRequest: the prompt is empty.

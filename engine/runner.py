@@ -19,7 +19,7 @@ from kernels.device import upload
 
 
 class Runner(Protocol):
-    """The interface of the engine to what executes a step."""
+    """The interface that the engine calls to execute a step."""
 
     def move(self, plan: Plan) -> None:
         """Copy the blocks of the plan: all of `swap_out`, then of `swap_in`, then of `copies`."""

@@ -40,7 +40,7 @@ def bucket(rows: int) -> int:
 
 
 def row_bucket(dtype: torch.dtype) -> Callable[[int], int]:
-    """Return the function that rounds up numbers of rows for a model on the CPU: none is padded for our own kernel."""
+    """Return the function that rounds up a number of rows for a model on the CPU; our own kernel needs no rounding."""
     return (lambda rows: rows) if _native(dtype) is not None else bucket
 
 
@@ -78,8 +78,8 @@ class Linear:
     Args:
         weight: `[out, in]`.
         bias: `[out]` or None.
-        gated: the first half of the outputs are gates, the second what they let through: `y = silu(gate) * up`.
-        int8: multiply in int8. Too few or too many inputs for it keep their type.
+        gated: the first half of the outputs are gates, the second half the gated values: `y = silu(gate) * up`.
+        int8: multiply in int8; without effect if int8 does not support this number of inputs.
     """
 
     __slots__ = ("_dtype", "_gate", "_product", "in_features", "out_features")

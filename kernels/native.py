@@ -160,7 +160,7 @@ def huge_pages(memory: torch.Tensor) -> None:
 
 
 def missing() -> str:
-    """Return why `library` returns None; empty if it does not."""
+    """Return why `library` returns None; empty if it returns a library."""
     return _load()[1]
 
 

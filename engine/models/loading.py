@@ -230,7 +230,7 @@ def _load_transformers(
 
 
 def _neither(reason: str) -> str:
-    """Add to a message why the fused decoder was not taken, unless it was not wanted."""
+    """Return the end of a message: why the fused decoder was not used; empty if the operator chose transformers."""
     return "" if reason == ASKED_FOR else f" (the fused decoder can't run it either: {reason})"
 
 

@@ -99,7 +99,7 @@ def _divide_frequencies(model: torch.nn.Module, divisors: Tensor, file: GgufFile
 
 
 def _check_quantisation(config: PretrainedConfig) -> None:
-    """Raise for a quantisation that transformers does not know: it only warns, and loads the weights as if plain."""
+    """Raise `LoadError` for a quantisation that transformers does not know: it only warns, and loads wrong weights."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     for key in ("quantization_config", "compression_config"):

@@ -162,10 +162,10 @@ class GrammarCompiler:
         return known.outcome
 
     def check(self) -> None:
-        """Try a small fixed grammar in the other process.
+        """Compile a small fixed grammar in the child process.
 
         Raises:
-            GrammarUndecided: that process fails even for this grammar, so no other grammar is to blame.
+            GrammarUndecided: the child fails even for this grammar, so no grammar of a request is to blame.
         """
         self._compile("choice", ["a"])
 
