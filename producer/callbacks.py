@@ -187,7 +187,7 @@ class Courier:
         """Read the result of a job.
 
         Raises:
-            Refused: there is none. An entry may name any id: a wrong one must end this entry, not the clerk.
+            Refused: the job has no result. Any id may be in an entry: a wrong id must end the entry, not the clerk.
         """
         if not is_name(job_id):
             raise Refused("the id is not the id of a job")

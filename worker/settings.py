@@ -117,7 +117,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read what is given, then the environment; no files."""
+        """Read the given values, then the environment; no files."""
         return init_settings, _Environment(settings_cls)
 
     # What to serve
@@ -253,7 +253,7 @@ class Settings(BaseSettings):
         "Default: half a lease.",
     )
     drain_seconds: float = Field(
-        default=25, ge=0, description="How long running jobs may go on after SIGTERM before they are handed back."
+        default=25, ge=0, description="How long jobs may keep running after SIGTERM before they are handed back."
     )
     stall_seconds: float = Field(
         default=120,
@@ -312,7 +312,7 @@ class Settings(BaseSettings):
         return {name: getattr(self, name) for name in PUBLISHED}
 
     def model_options(self) -> ModelOptions:
-        """Return the part of the settings that says what to load."""
+        """Return the settings of the model: which model, on which device, in which precision."""
         return ModelOptions(
             model=self.model,
             device=self.device,

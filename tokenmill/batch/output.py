@@ -149,7 +149,7 @@ class OutputFile:
         A power cut may have left zeros there.
 
         Raises:
-            BatchError: they do not.
+            BatchError: these bytes do not begin a response line.
         """
         if self._file is None:
             return
@@ -184,7 +184,7 @@ class OutputFile:
         """Append whole lines, each ending with LF.
 
         Raises:
-            BatchError: they could not be written; a later run cuts off an incomplete last line.
+            BatchError: the lines could not be written; a later run cuts off an incomplete last line.
         """
         data = b"".join(lines)
         for plain, escape in _ESCAPES:
@@ -197,7 +197,7 @@ class OutputFile:
             raise BatchError(f"{self.path}: {error.strerror or error}") from None
 
     def sync(self) -> None:
-        """Return when all lines are on the disk."""
+        """Sync all lines to the disk."""
         try:
             os.fdatasync(self._opened.fileno())
         except OSError as error:
@@ -244,7 +244,7 @@ class Outputs:
         """Return the state of these files, if they belong to this input, or are empty and no run has submitted.
 
         Raises:
-            BatchError: they belong to another input, or to no run.
+            BatchError: the files belong to another input, or to no run.
         """
         state = self._saved
         output = self._output.path
@@ -311,7 +311,7 @@ class Outputs:
         """Check that a run over these files has submitted to the queue whose keys start with `root`.
 
         Raises:
-            BatchError: no run has; nothing was changed.
+            BatchError: no run has submitted to that queue; nothing was changed.
         """
         output = self._output.path
         if self._saved is None:
@@ -347,7 +347,7 @@ class Outputs:
             self.failed += len(bad)
 
     def sync(self) -> None:
-        """Return when all lines of both files are on the disk."""
+        """Sync all lines of both files to the disk."""
         for file in self._files:
             file.sync()
 

@@ -68,7 +68,7 @@ def run(
         window: maximum number of requests in flight.
         priority: lane of the jobs.
         progress: called on this thread, after every write and about once a second.
-        stop: an event that ends the run soon after it is set: no more requests are submitted, requests in flight go on
+        stop: an event that ends the run soon after it is set: no more requests are submitted, requests in flight stay
             in the queue, and the next run over the same files takes their results. The report is then not `complete`.
 
     Raises:
@@ -100,7 +100,7 @@ def cancel(
 ) -> int:
     """Cancel the requests that a stopped or killed run left in flight; return their number.
 
-    They get no line in the outputs; a later run over the same files submits them again.
+    These requests get no line in the outputs; a later run over the same files submits them again.
 
     Args:
         reason: kept in the results.

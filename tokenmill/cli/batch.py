@@ -49,8 +49,8 @@ def run(
 ) -> None:
     """Run every request of a file that has no line in the outputs yet.
 
-    After a kill or a stop, run the same command to continue. SIGINT or SIGTERM stops submitting: requests in flight go
-    on in the queue; the next run takes their results, or `tokenmill batch cancel` cancels them.
+    After a kill or a stop, run the same command to continue. SIGINT or SIGTERM stops submitting: requests in flight
+    stay in the queue; the next run takes their results, or `tokenmill batch cancel` cancels them.
     """
     with _ended(), _signals() as stop, connected(redis, queue, prefix) as client, shown(queue) as progress:
         note_pause(client, "the requests wait")

@@ -1,4 +1,4 @@
-"""What all commands share: exit statuses, options, and a client whose errors become exit statuses."""
+"""Shared by all commands: exit statuses, options, and a client whose errors become exit statuses."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A command begins with `guard`: from then on Ctrl-C ends the process at once, with status 130 and without a traceback,
 whatever is being imported. While there is work to undo, `interruptible` makes Ctrl-C a `KeyboardInterrupt` again. A
-process that was started with SIGINT ignored, as shells start background processes of scripts, goes on ignoring it;
+process that was started with SIGINT ignored, as shells start background processes of scripts, still ignores SIGINT;
 only commands that install a handler of their own (the worker, `batch run`) shut down gracefully.
 """
 

@@ -36,7 +36,7 @@ CTRL_C_S = 3.0
 """Time limit for the cancel that Ctrl-C sends."""
 
 JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id.", show_default=False)]
-Timeout = Annotated[float | None, typer.Option("--timeout", min=0, help="Seconds to wait; the job itself goes on.")]
+Timeout = Annotated[float | None, typer.Option("--timeout", min=0, help="Seconds to wait; the job keeps running.")]
 
 
 def submit(

@@ -1,4 +1,4 @@
-"""What a command that waits for a job says on stderr: that the job is delayed, or why it may not have started."""
+"""Notes on stderr of a command that waits for a job: that the job is delayed, or why it may not have started."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def explained(client: Client, job_id: str) -> Iterator[Callable[[], None]]:
     without a worker, a wrong id and a wrong queue would all look alike.
 
     Yields:
-        What to call when the job's first event has come; then no note follows.
+        A function to call when the job's first event has come; no note follows then.
     """
 
     def explain() -> None:
@@ -75,7 +75,7 @@ def note_pause(client: Client, waits: str = "the job waits") -> None:
 
 
 def _aside(client: Client, question: Callable[[], T]) -> T | None:
-    """Ask Redis once, for a note; return None where it does not answer, since the command itself reports that."""
+    """Ask Redis once, for a note; return None if Redis does not answer: the command itself reports the outage."""
     with suppress(RedisError, TimeoutError):
         return client.patiently(question, Deadline.after("no answer", 0))
     return None

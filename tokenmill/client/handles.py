@@ -35,7 +35,7 @@ class Job:
     """A job of a queue; made by `Client.submit` and `Client.job`."""
 
     def __init__(self, client: Client, job_id: str, known: bool = False) -> None:
-        """Asks nothing of Redis. `known`: Redis has the job, or had it."""
+        """Make a handle, without asking Redis. `known`: Redis has the job, or had it."""
         self._client = client
         self.id = job_id
         self._presence = Presence(client.keys, *[job_id] if known else [])
@@ -57,7 +57,7 @@ class Job:
             ValueError: `from_id` is not the id of an event.
             TimeoutError: no final event within `timeout` seconds. The events that had come by then were yielded.
             JobLost: Redis had the job and no longer knows it.
-            redis.RedisError: without a time-out: Redis stayed away for five minutes; with one: Redis refuses.
+            redis.RedisError: Redis refuses; or, without a time-out, Redis stayed away for five minutes.
         """
         client, deadline = self._client, self._deadline(timeout)
         start = check_event_id(from_id)
@@ -86,9 +86,9 @@ class Job:
         """Wait for the result, whatever its status. With `timeout=0`: return it if the job has ended.
 
         Raises:
-            TimeoutError: no result within `timeout` seconds (None: a day). The job goes on.
+            TimeoutError: no result within `timeout` seconds (None: a day). The job keeps running.
             JobLost: Redis had the job and no longer knows it.
-            redis.RedisError: without a time-out: Redis stayed away for five minutes; with one: Redis refuses.
+            redis.RedisError: Redis refuses; or, without a time-out, Redis stayed away for five minutes.
         """
         client = self._client
         return client._once(
@@ -112,7 +112,7 @@ class Job:
 
         Raises:
             TimeoutError: Redis did not answer within `timeout` seconds. The job may have been cancelled.
-            redis.RedisError: without a time-out: Redis stayed away for 30 s; with one: Redis refuses.
+            redis.RedisError: Redis refuses; or, without a time-out, Redis stayed away for 30 s.
         """
         deadline = Deadline.after(f"job {self.id}: not cancelled", timeout)
         return self._client._once(cancel_steps(self._client.keys, self.id, reason, ttl, deadline))
@@ -134,7 +134,7 @@ class Group:
         Raises:
             ValueError: `expected` is not a whole number of at least 0.
             TimeoutError: Redis did not answer within `timeout` seconds.
-            redis.RedisError: without a time-out: Redis stayed away for 30 s; with one: Redis refuses.
+            redis.RedisError: Redis refuses; or, without a time-out, Redis stayed away for 30 s.
         """
         deadline = Deadline.after(f"group {self.name}: not created", timeout)
         self._client._once(expect_steps(self._client.keys, self.name, check_expected(expected), deadline))
@@ -203,7 +203,7 @@ class AsyncJob:
     """A job of a queue; made by `AsyncClient.submit` and `AsyncClient.job`."""
 
     def __init__(self, client: AsyncClient, job_id: str, known: bool = False) -> None:
-        """Asks nothing of Redis. `known`: Redis has the job, or had it."""
+        """Make a handle, without asking Redis. `known`: Redis has the job, or had it."""
         self._client = client
         self.id = job_id
         self._presence = Presence(client.keys, *[job_id] if known else [])

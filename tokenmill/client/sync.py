@@ -108,9 +108,9 @@ class Client(Transport):
             ValueError: `priority` is not a lane.
             JobExists, QueueFull, QuotaExceeded: the queue refused the job.
             TimeoutError: the queue did not take the job within `timeout` seconds.
-            redis.RedisError: without a time-out: Redis stayed away, for 3 s or, with `wait`, for five minutes.
+            redis.RedisError: Redis refuses; or, without a time-out, stayed away for 3 s, or five minutes with `wait`.
 
-        After the last two errors the job may have been added all the same. With an `id` of your own you can find out:
+        After the last two errors the job may have been added nevertheless. With an `id` of your own you can find out:
         a second `submit` raises `JobExists` if it was.
         """
         job = make_submit(
@@ -137,7 +137,7 @@ class Client(Transport):
         return Job(self, job.entry.id, known=True)
 
     def job(self, id: str) -> Job:
-        """Return the handle of a job that any process has submitted. Asks nothing of Redis.
+        """Return the handle of a job that any process has submitted, without asking Redis.
 
         Raises:
             ValueError: `id` is not a valid id.
@@ -150,13 +150,13 @@ class Client(Transport):
         Raises:
             ValueError: `id` is not a valid id.
             TimeoutError: Redis did not answer within `timeout` seconds.
-            redis.RedisError: without a time-out: Redis stayed away for 30 s; with one: Redis refuses.
+            redis.RedisError: Redis refuses; or, without a time-out, Redis stayed away for 30 s.
         """
         deadline = Deadline.after(f"job {check_name('id', id)}: no status", timeout)
         return self._once(status_steps(self.keys, id, deadline))
 
     def group(self, name: str | None = None) -> Group:
-        """Return the handle of a group; without `name`, of a new group with a random name. Asks nothing of Redis.
+        """Return the handle of a group (without `name`: of a new group with a random name), without asking Redis.
 
         Raises:
             ValueError: `name` is not a valid name.

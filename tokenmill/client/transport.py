@@ -116,7 +116,7 @@ class Transport:
         try:
             self._once(abandon_steps(self.keys, ids))
         except (RedisError, TimeoutError) as error:
-            log.warning("unfinished jobs go on: %s; could not cancel them: %s", ", ".join(ids), error)
+            log.warning("unfinished jobs keep running: %s; could not cancel them: %s", ", ".join(ids), error)
 
     def _once(self, steps: Once[T]) -> T:
         """Carry out the steps of a method that returns a value."""
@@ -237,7 +237,7 @@ class AsyncTransport:
         try:
             await self._once(abandon_steps(self.keys, ids))
         except (RedisError, TimeoutError) as error:
-            log.warning("unfinished jobs go on: %s; could not cancel them: %s", ", ".join(ids), error)
+            log.warning("unfinished jobs keep running: %s; could not cancel them: %s", ", ".join(ids), error)
 
     async def _once(self, steps: Once[T]) -> T:
         """Carry out the steps of a method that returns a value."""

@@ -198,5 +198,5 @@ def remove_consumer_call(stream: str, group: str, consumer: str | bytes) -> Call
 
 
 def _cut(body: bytes) -> tuple[bytes, str]:
-    """Cut the body of a dead letter; the second value is the letter's field `truncated`."""
+    """Return the body of a dead letter, cut to its limit, and the value of the letter's field `truncated`."""
     return body[:DEAD_BODY_BYTES], "1" if len(body) > DEAD_BODY_BYTES else "0"

@@ -1,4 +1,4 @@
-"""Why a job has no output yet: its state, when it is due, and whether its queue is paused."""
+"""Reads the state of a job that has no output yet: whether it is delayed or queued, and whether its queue is paused."""
 
 from __future__ import annotations
 

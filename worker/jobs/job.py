@@ -25,7 +25,7 @@ class Phase(enum.IntEnum):
 
 
 def new_nonce() -> str:
-    """Make a random name for one START, so that Redis recognises a repeated one."""
+    """Return a random name for one START, so that Redis recognises a repeat of it."""
     return secrets.token_hex(8)
 
 
@@ -61,7 +61,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Options:
-    """What the entry and its body ask for. Written by the intake's thread, before the engine gets the request."""
+    """The options that entry and body set. Written by the intake's thread, before the engine gets the request."""
 
     ttl_ms: int | None = None
     max_attempts: int = 1
@@ -79,7 +79,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What START returned. Replaced by the engine's thread, and by the publisher's if Redis lost the job's events."""
+    """The reply of START. Replaced by the engine's thread, and by the publisher's if Redis lost the job's events."""
 
     attempt: int = 0
     tries: int = 0
@@ -98,7 +98,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Cancellation:
-    """Why a job is cancelled. Set by the canceller's thread, or from START's reply."""
+    """The cancel of a job. Set by the canceller's thread, or from START's reply."""
 
     reason: str | None
     seen_at: float | None = None
@@ -162,7 +162,7 @@ class Outgoing:
     def add_text(
         self, index: int, text: str, token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs] | None = None
     ) -> None:
-        """Keep new text of a choice for the next write: as part of its chunk that was never sent, or as a new one."""
+        """Keep new text of a choice for the next write: in its chunk that was never sent, or in a new chunk."""
         for chunk in self.chunks:
             if chunk.n is None and chunk.index == index:
                 chunk.add(text, token_ids, logprobs)
@@ -260,7 +260,7 @@ class Job:
         return {"id": self.id, "lane": self.entry.lane, "entry": self.entry.id}
 
     def note_cancel(self, reason: str | None, seen_at: float | None = None) -> None:
-        """Keep the reason of a cancel, and of several moments at which its key was seen the first."""
+        """Keep the reason of a cancel, and the first moment at which its key was seen."""
         before = self.cancellation
         self.cancellation = Cancellation(reason, (before and before.seen_at) or seen_at)
 
@@ -271,10 +271,10 @@ class Job:
 
     @property
     def may_leave(self) -> bool:
-        """Whether the job only waits, and may do so on another worker."""
+        """Whether the job waits and may be handed back for a job of a higher lane."""
         return self.phase is Phase.WAITING and not (self.outgoing.over or self.suspect or self.marked)
 
     @property
     def computed(self) -> bool:
-        """Whether tokens of it are being computed: its START is done, and it has not ended."""
+        """Whether tokens of the job are being computed: its START is done, and the job has not ended."""
         return self.phase is Phase.STARTED and not (self.starting or self.outgoing.over)

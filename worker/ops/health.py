@@ -68,7 +68,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class Health:
-    """An HTTP server on a thread of its own; an error while it answers never reaches the worker."""
+    """An HTTP server on a thread of its own; an error in a request handler never reaches the worker."""
 
     def __init__(
         self, port: int, not_ready: Callable[[], str | None], metrics: Callable[[], bytes], host: str = "127.0.0.1"

@@ -28,7 +28,7 @@ class Fatal(Exception):
 
     @classmethod
     def refused(cls, error: RedisError) -> Self:
-        """Make the error of a Redis that refuses this worker's credentials."""
+        """Return the error for a Redis that refuses this worker's credentials."""
         return cls(
             Exit.REFUSED,
             f"Redis refuses the worker's credentials: {error}; check user, password and rights of the user in --redis",

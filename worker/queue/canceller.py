@@ -16,7 +16,7 @@ _REASON_BYTES = 256
 
 
 class Canceller:
-    """Tells the engine to cancel every held job whose cancel key exists.
+    """Makes the engine cancel every held job whose cancel key exists.
 
     The message is sent again at each poll until the job has ended, since it may reach the engine before the job does.
     """
