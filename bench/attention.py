@@ -22,7 +22,7 @@ from kernels.linear import Linear
 
 _BLOCK = 16
 _POOL_BYTES = 1 << 30
-"""Bytes of K and V over all layers: so many layers that none finds its K and V in a cache."""
+"""Bytes of K and V over all layers: enough that no layer finds its K and V in a cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,13 +41,13 @@ from tokenmill.protocol.worker_calls import remove_consumer_call
 CLERKS: Final = "clerks"
 """The consumer group of `callbacks`."""
 THREADS: Final = 16
-"""Number of calls at the same time."""
+"""Maximum number of calls at the same time."""
 BLOCK_MS: Final = 500
 """How long one blocking read waits."""
 KEEP_S: Final = 86_400
-"""A result whose callback is put off lives at least so long beyond the next try."""
+"""Minimum time that a result lives after the next try of its callback."""
 QUIET_S: Final = 30.0
-"""A host that did not answer is not called for so long, so that it does not delay callbacks to other hosts."""
+"""Time for which a host that did not answer is not called, so that it does not delay callbacks to other hosts."""
 
 _COUNT: Final = re.compile(r"[0-9]{1,9}")
 

@@ -94,7 +94,7 @@ class WebhookSettings:
     timeout_s: float = 15.0
     """Time limit of the whole call, from the look-up of the name to the end of the answer."""
     lease_s: float = 60.0
-    """After so long, another clerk takes over a call that a clerk has begun and not ended."""
+    """Seconds after which another clerk takes over a call that a clerk has begun and not ended."""
     dangerously_allow_http: bool = False
     dangerously_allow_private: bool = False
     allowed: AllowList = field(init=False)

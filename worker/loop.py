@@ -62,7 +62,7 @@ class EngineLoop:
     ) -> None:
         self.engine = engine
         self.stats: EngineStats = engine.stats()
-        """As of the last step."""
+        """The engine's statistics after the last step."""
         self.step_since: float | None = None
         """`time.monotonic()` at which the step under way began; None between steps."""
         self.broken: str | None = None

@@ -165,14 +165,14 @@ class Settings(BaseSettings):
         default=None, ge=1, description="Maximum length of prompt plus output, in tokens. Default: the model's limit."
     )
     max_output_tokens: int | None = Field(
-        default=None, ge=1, description="Maximum number of output tokens of a job. Default: what the context leaves."
+        default=None, ge=1, description="Maximum number of output tokens of a job. Default: the rest of the context."
     )
     kv_cache_memory: Size | None = Field(
         default=None,
         ge=1,
         description="Memory of the KV pool, such as 2GiB. Default: 384 tokens for each of --max-num-seqs, or one "
-        "sequence of full length, at most a quarter of the available memory; on a GPU 80 % of what the model leaves "
-        "free.",
+        "sequence of full length, at most a quarter of the available memory; on a GPU 80 % of the memory that the "
+        "model leaves free.",
     )
     num_kv_blocks: int | None = Field(
         default=None, ge=1, description="Number of blocks in the KV pool, instead of --kv-cache-memory."
@@ -183,7 +183,7 @@ class Settings(BaseSettings):
     swap_space: Size | None = Field(
         default=None,
         ge=0,
-        description="Host memory for preempted sequences and evicted prefixes; 0: they are computed again. "
+        description="Host memory for preempted sequences and evicted prefixes; 0: these are computed again. "
         "Default: a quarter of the KV pool, or with --swap-file all of it, at most 1GiB.",
     )
     swap_file: str | None = Field(
@@ -199,7 +199,7 @@ class Settings(BaseSettings):
     aging_seconds: float = Field(
         default=DEFAULTS.aging_seconds,
         ge=0,
-        description="How long new jobs of the next higher lane may go before a waiting job.",
+        description="How long new jobs of the next higher lane are served before a waiting job.",
     )
     enable_prefix_caching: bool = Field(
         default=DEFAULTS.prefix_caching, description="Share the KV blocks of equal prompt prefixes."
@@ -208,7 +208,7 @@ class Settings(BaseSettings):
     # The queue
     redis: Annotated[str, AfterValidator(check_url)] = Field(default=DEFAULT_URL, description="URL of Redis or Valkey.")
     queue: str = Field(default=_KEYS.queue, pattern=_NAME, description="Name of the queue.")
-    prefix: str = Field(default=_KEYS.prefix, pattern=_NAME, description="First part of every key.")
+    prefix: str = Field(default=_KEYS.prefix, pattern=_NAME, description="Prefix of every Redis key.")
     worker_name: str = Field(
         default_factory=lambda: re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:64] or "worker",
         pattern=_NAME,
@@ -225,7 +225,7 @@ class Settings(BaseSettings):
         description="Hosts that a job's `callback` may name, comma-separated: a host for https, or a whole origin "
         "such as http://collector.internal:8080. Default: none.",
     )
-    max_attempts: int = Field(default=3, ge=1, description="Starts of a job before it is given up.")
+    max_attempts: int = Field(default=3, ge=1, description="Number of starts after which a job is given up.")
     burst: bool = Field(default=False, description="Exit when the queue is empty.")
 
     # Times
@@ -266,8 +266,8 @@ class Settings(BaseSettings):
     http_host: str = Field(
         default="127.0.0.1",
         min_length=1,
-        description="Address that --http-port listens on; 0.0.0.0 or :: for all. Everybody who reaches it can read the "
-        "metrics.",
+        description="Address that --http-port listens on; 0.0.0.0 or :: for all. Every host that reaches it can read "
+        "the metrics.",
     )
     http_port: int | None = Field(
         default=None,

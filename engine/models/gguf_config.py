@@ -209,7 +209,7 @@ class Architecture:
     norms_less: float = 0.0
     """Number to subtract from the norms of the file to get those of a checkpoint."""
     control_takes_space: bool = False
-    """Whether control tokens take the white space after them, which the format cannot say (SentencePiece only)."""
+    """Whether control tokens absorb white space after them (SentencePiece only); the format has no key for this."""
 
 
 def _as(model_type: str, **more: Any) -> Callable[[GgufFile, Values], tuple[str, Values]]:

@@ -66,9 +66,7 @@ def gguf_parts(path: Path) -> list[Path]:
     parts = [path.with_name(f"{stem}-{number:05d}{found[2]}") for number in range(1, total + 1)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing or path not in parts:
-        raise LoadError(
-            f"{path} is one of {total} parts; missing: {', '.join(missing) or 'the others of this numbering'}"
-        )
+        raise LoadError(f"{path} is one of {total} parts; missing: {', '.join(missing) or 'the other parts'}")
     return parts
 
 

@@ -37,7 +37,7 @@ _FAILED = 4
 """Exit statuses of a child: a grammar took too much memory; llguidance raised."""
 _STACK_BYTES = 1 << 20
 _EXTRA_BYTES = 1 << 30
-"""Address space that the child may add to that at its start."""
+"""Bytes by which the child's address space may grow after its start."""
 
 LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 """Limits of llguidance, in the child and in the worker; a lexer state takes one or two kilobytes."""
@@ -122,13 +122,13 @@ class Guard:
             raise _Killed from None
         self._stop()
         if status == -signal.SIGPROF:
-            return f"it takes more than {self._seconds:g} s to compile"
+            return f"the grammar takes more than {self._seconds:g} s to compile"
         if status == _TOO_LARGE:
-            return f"it takes more than {MEGABYTES} MiB to compile"
+            return f"the grammar takes more than {MEGABYTES} MiB to compile"
         if status == _FAILED:
-            return "its compiler fails"
+            return "the grammar makes its compiler fail"
         if status in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS):
-            return "it is nested too deeply, or takes too much memory to compile"
+            return "the grammar is nested too deeply, or takes too much memory to compile"
         raise _Killed
 
     def close(self) -> None:

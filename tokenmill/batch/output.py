@@ -156,7 +156,7 @@ class OutputFile:
         torn = os.pread(self._file.fileno(), len(LINE_START), self._whole()).rstrip(b"\0")
         if not LINE_START.startswith(torn):
             raise BatchError(
-                f"{self.path}: its last line is no line of a batch's output; remove the file or name another"
+                f"{self.path}: its last line is no line of a batch's output; remove the file or name another file"
             )
 
     def lines(self) -> Iterator[dict[str, Any]]:
@@ -256,7 +256,7 @@ class Outputs:
             # Requests of another input may be in flight, and only this state knows their ids.
         if state is None:
             names = " and ".join(str(file.path) for file in self._files if file.size)
-            raise BatchError(f"{names} exists and is no output of a batch run: remove it or name another")
+            raise BatchError(f"{names} exists and is no output of a batch run: remove it or name another file")
         if state.digest != digest:
             raise BatchError(
                 f"{output} belongs to another input, or the input was changed: name another output, or remove the "

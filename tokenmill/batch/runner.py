@@ -33,11 +33,11 @@ CHUNK_BYTES = 8 << 20
 """Maximum size of the bodies that are submitted in one round trip."""
 FLUSH_LINES = 256
 FLUSH_BYTES = 4 << 20
-"""Lines are written once there are so many lines or bytes of them."""
+"""Number of lines, and of bytes, from which on the waiting lines are written."""
 CANCEL_CHUNK = 1024
-"""Lines whose jobs `cancel` looks for in one round trip."""
+"""Number of lines whose jobs `cancel` looks up in one round trip."""
 CANCEL_EMPTY = 16
-"""`cancel` ends after so many chunks in a row without a job that Redis knows."""
+"""Number of consecutive chunks without a job that Redis knows after which `cancel` ends."""
 PathLike = str | Path
 
 

@@ -63,7 +63,7 @@ def load(note: Path) -> State | None:
     except OSError as error:
         raise BatchError(f"{note}: not readable: {error.strerror or error}") from None
     except ValidationError:
-        raise BatchError(f"{note}: is not the state of a batch run: remove it or name another output") from None
+        raise BatchError(f"{note}: is not the state of a batch run: remove the file or name another output") from None
     if state.format != 1:
         raise BatchError(f"{note}: was written by another version of tokenmill; continue with that version")
     return state

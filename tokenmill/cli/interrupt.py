@@ -11,7 +11,7 @@ from __future__ import annotations
 import _signal as signal  # type: ignore[import-not-found]  # `signal` imports more, during which Ctrl-C is not handled
 import os
 
-TYPE_CHECKING = False  # as typing's
+TYPE_CHECKING = False  # equals `typing.TYPE_CHECKING`, without the import of typing
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
 

@@ -126,7 +126,7 @@ def result(
 
 def cancel(
     job_id: JobId,
-    reason: Annotated[str, typer.Option(help="Reason that the result will name.")] = "user",
+    reason: Annotated[str, typer.Option(help="Reason, which is stored in the result.")] = "user",
     redis: Url = DEFAULT_URL,
     queue: Queue = "default",
     prefix: Prefix = "tokenmill",
@@ -135,11 +135,11 @@ def cancel(
     with connected(redis, queue, prefix) as client:
         match client.job(job_id).cancel(reason):
             case CancelReply.LATE:
-                print(f"{job_id}: had ended already; nothing changed")
+                print(f"Job {job_id} had already ended; nothing changed.")
             case CancelReply.DONE:
-                print(f"{job_id}: cancelled before it ran")
+                print(f"Job {job_id} was cancelled before it started.")
             case CancelReply.ASKED if client.status(job_id) is not JobStatus.UNKNOWN:
-                print(f"{job_id}: its worker was asked to stop it")
+                print(f"Job {job_id}: cancel requested; its worker ends it within a step.")
             case _:
                 print(f"Job {job_id} is not known to queue {queue}; the cancel is kept in case it arrives later.")
 

@@ -19,7 +19,7 @@ from tokenmill.queue.jobs import JobInfo, read_job
 T = TypeVar("T")
 
 PATIENCE_S: Final = 10.0
-"""A command that waits says why after so long without an event of the job."""
+"""Time without an event of the job after which a waiting command says why it waits."""
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def _note(job: JobInfo, queue: str) -> str | None:
         case JobStatus.DELAYED if job.paused:
             return "the queue is paused"
         case JobStatus.DELAYED:
-            return f"it is due; a worker or the clerk of queue {queue} moves it into its lane"
+            return f"due now; a worker or the clerk of queue {queue} moves it into its lane"
         case JobStatus.QUEUED if job.paused:
             return "still queued; the queue is paused"
         case JobStatus.QUEUED:

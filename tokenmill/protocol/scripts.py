@@ -78,7 +78,7 @@ __all__ = [
 RENEW_CHUNK = 256
 """Entries of one RENEW call; docs/protocol.md, "Script notes"."""
 LOOK_MS = 10_000
-"""Ms between two looks at a job without a result, and from the look that misses its entry to the end of the job."""
+"""Ms between two checks of a job without a result, and from the check that misses its entry to the end of the job."""
 
 
 @dataclass

@@ -39,13 +39,13 @@ class EndOptions(TypedDict):
     """Arguments of FINALISE beside the entry, the job's identity and its result."""
 
     fence: int | None
-    """Of START; None for a job without START."""
+    """The fence that START returned; None for a job without START."""
     published: NotRequired[int]
     """The last n that is known to be in the stream; default 0."""
     events: NotRequired[Sequence[TokenWrite]]
     """The token events that are not published yet."""
     prompt_tokens: NotRequired[int]
-    """For a job without START."""
+    """Number of prompt tokens, for a job without START."""
     callback: NotRequired[str | None]
     """The URL to which the clerk POSTs the result."""
     dead: NotRequired[DeadLetter | None]

@@ -84,7 +84,7 @@ def demo(
         console.print("interrupted")
         raise typer.Exit(130) from None
     for complaint in complaints:
-        console.print(f"not as it should be: {complaint}", style="red", markup=False, highlight=False)
+        console.print(f"demo failed: {complaint}", style="red", markup=False, highlight=False)
     raise typer.Exit(1 if complaints else 0)
 
 

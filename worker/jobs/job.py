@@ -50,7 +50,7 @@ class Entry:
     identity: Identity
     """The entry's fields that an ending needs, whatever else is wrong with the entry."""
     body: bytes = b""
-    """Kept for a dead letter."""
+    """The body as read; kept for a dead letter."""
     callback: str | None = None
     """URL for the webhook; None if the entry names none, or one that `--callback-hosts` does not allow."""
 
@@ -65,7 +65,7 @@ class Options:
 
     ttl_ms: int | None = None
     max_attempts: int = 1
-    """Starts before the job is given up."""
+    """Number of starts after which the job is given up."""
     strict: bool = False
     """Whether the producer set `max_attempts`."""
     token_ids: bool = False
@@ -74,7 +74,7 @@ class Options:
     clamped: dict[str, int] = field(default_factory=dict)
     """Key of the body → the value to which this worker reduced it."""
     prompt_tokens: int | None = None
-    """None until the prompt is tokenised."""
+    """Number of prompt tokens; None until the prompt is tokenised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Start:
 
     attempt: int = 0
     tries: int = 0
-    """Starts that count against `max_attempts`."""
+    """Number of starts that count against `max_attempts`."""
     fence: int = 0
     """The fencing token of this run; 0 before the first START that succeeded."""
     at: float = 0.0
@@ -113,7 +113,7 @@ class Chunk:
     parts: list[str]
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    """One for each token id, if the job asks for them."""
+    """Log-probabilities of each token id; None if the job does not ask for them."""
     n: int | None = None
     """Sequence number of its token event; None until it is sent for the first time, then fixed."""
 
@@ -143,7 +143,7 @@ class Outgoing:
     """The text that was computed for a job, and how much of it is in Redis. Written by the publisher's thread."""
 
     tokens: int = 0
-    """Generated so far, over all choices."""
+    """Number of tokens generated so far, over all choices."""
     first_token_at: float | None = None
     """`time.monotonic()` when the first token was computed."""
     last_text_at: float | None = None
@@ -238,7 +238,7 @@ class Job:
     taken_at: float = field(default_factory=time.monotonic)
     """`time.monotonic()` when the entry was read."""
     stay: int = field(default_factory=itertools.count().__next__)
-    """Tells one delivery of an entry from the next."""
+    """Number of this delivery, which differs from that of any other delivery of the same entry."""
     handle: str = field(init=False)
     """Key of this delivery, and the engine's request id. Not the job's id: two entries may carry the same one, and an
     entry may be lost and come back while the engine still frees the blocks of its first delivery."""

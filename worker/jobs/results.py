@@ -55,7 +55,7 @@ def fault(finished: Finished) -> JobError | None:
 def gave_up(job: Job, cause: JobError | None) -> JobError:
     """Return the error of a job that has used all its attempts; `cause`: the error of its last run."""
     code = ErrorCode.WORKER_LOST if cause is None else cause.code
-    last = "its worker was lost each time" if cause is None else f"the last time: {cause.message}"
+    last = "the worker that ran it was lost each time" if cause is None else f"the last error: {cause.message}"
     return JobError(ErrorCode.GAVE_UP, f"given up after {job.start.attempt} starts; {last}", cause=code)
 
 

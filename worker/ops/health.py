@@ -21,9 +21,9 @@ from worker.ops.threads import Fatal
 log = structlog.get_logger()
 
 REDIS_READY_SECONDS = 5.0
-"""A worker is not ready if Redis has not answered for so long."""
+"""Time without an answer of Redis after which a worker is not ready."""
 ENGINE_READY_SECONDS = 30.0
-"""A worker is not ready if one engine step has taken so long."""
+"""Duration of one engine step after which a worker is not ready."""
 IDLE_SECONDS = 5.0
 """How long a connection may be silent before it is closed."""
 

@@ -82,7 +82,7 @@ class Stops:
     engine: threading.Event = field(default_factory=threading.Event)
     publisher: threading.Event = field(default_factory=threading.Event)
     rest: threading.Event = field(default_factory=threading.Event)
-    """Of keeper and canceller; the starter is ended by `Starter.stop`."""
+    """Ends keeper and canceller; `Starter.stop` ends the starter."""
 
 
 class Threads:
@@ -140,6 +140,6 @@ def cpu_seconds(names: Collection[str]) -> dict[str, float]:
     for thread in threading.enumerate():
         name = "main" if thread is threading.main_thread() else thread.name
         if name in spent and thread.ident is not None:
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the thread has just ended
                 spent[name] += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
     return spent | {"other": max(0.0, time.process_time() - sum(spent.values()))}

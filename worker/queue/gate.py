@@ -35,7 +35,7 @@ from worker.queue.starter import RETRY_SECONDS, Batch, Starter
 log = structlog.get_logger()
 
 TURN_SECONDS = 0.1
-"""Pause before a job is considered again that had to let a suspect, or the jobs beside one, go first."""
+"""Pause before a job that must wait because of a suspect asks again to start."""
 GRACE_SECONDS = 0.005
 """How long the engine waits for START: if a near Redis answers in time, the job joins the step it was planned for."""
 CLOSE_SECONDS = 1.0

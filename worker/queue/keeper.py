@@ -107,7 +107,7 @@ class Keeper:
         now = time.monotonic()
         for job in self._held.take(lambda job: job.computed and job.lease_until < now):
             self._telemetry.leases_lost.inc()
-            message = "the lease could not be renewed in time, so another worker may have the job; computing it stops"
+            message = "the lease could not be renewed in time, so another worker may hold the job; this worker drops it"
             log.warning("lease_ran_out", **job.log_fields, message=message)
             self._inbox.post(Drop(job.handle))
             self._aborted.put(job)

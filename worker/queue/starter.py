@@ -16,7 +16,7 @@ from worker.jobs.job import Job
 from worker.ops.links import Contact, passing
 
 RETRY_SECONDS = 0.5
-"""Pause after a START that did not reach Redis, before the next one is tried."""
+"""Pause after a START that did not reach Redis, before the next START is tried."""
 
 
 @dataclass(eq=False, slots=True)
@@ -25,7 +25,7 @@ class Batch:
 
     jobs: list[tuple[Job, Request]]
     replies: list[Started] | None = None
-    """One for each job; None if Redis could not be reached."""
+    """One reply for each job; None if Redis could not be reached."""
     done: threading.Event = field(default_factory=threading.Event)
     taken: bool = False
     """Whether the gate has acted on the replies."""

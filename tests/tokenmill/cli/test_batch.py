@@ -119,7 +119,7 @@ def test_a_file_that_is_not_the_runs_is_refused_and_keeps_every_byte(
     words = [word for name, file in options.items() for word in (name, str(folder / file))]
     done = run(queue, "batch", "run", str(folder / "in.jsonl"), *words)
     assert done.returncode == Exit.USAGE
-    assert "exists and is no output of a batch run: remove it or name another" in done.stderr
+    assert "exists and is no output of a batch run: remove it or name another file" in done.stderr
     assert contents(folder) == before
     assert queue.depth() == 0
 

@@ -219,11 +219,11 @@ def test_a_redis_that_wants_a_login_says_so(own_redis: RedisServer, tmp_path: Pa
     for arguments in (["submit", "x", "--no-wait"], ["info"], batch):
         done = CliRunner().invoke(cli.app, [*arguments, "--redis", own_redis.url])
         assert done.exit_code == Exit.UNAVAILABLE
-        assert "it wants a login" in done.stderr
+        assert "Redis requires a login" in done.stderr
 
 
 def test_an_unreachable_redis_is_reported_with_what_to_do(queue: Queue) -> None:
-    assert "start one there, or name another" in run(queue, "info", "--redis", "redis://127.0.0.1:1/0").stderr
+    assert "start a Redis there, or name another Redis" in run(queue, "info", "--redis", "redis://127.0.0.1:1/0").stderr
 
 
 @pytest.mark.redis_server
