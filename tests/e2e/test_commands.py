@@ -60,7 +60,7 @@ def name(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_every_block_says_what_it_is_and_every_command_is_in_one(page: Path) -> None:
+def test_every_block_has_a_known_kind_and_every_command_is_in_a_block(page: Path) -> None:
     for block in blocks(page):
         assert block.info in INFO, f"{name(page)}:{block.line}: `{block.info}` is none of {sorted(INFO)}"
     bare = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)

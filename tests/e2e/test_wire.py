@@ -163,7 +163,7 @@ def test_a_chat_goes_through_the_template_and_a_bad_role_is_the_senders_error(
     assert (error["code"], "wizard" in error["message"]) == ("invalid_request", True)
 
 
-def test_greedy_text_is_the_same_alone_and_among_others(served: tuple[Queue, WorkerProcess]) -> None:
+def test_greedy_text_is_the_same_alone_and_among_other_jobs(served: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = served
     body = {"prompt": [9, 8, 7, 6], "max_tokens": 20, "temperature": 0, "return_token_ids": True}
     alone = queue.check_ending(queue.add(body))["choices"]

@@ -133,7 +133,7 @@ def check(found: Any, expected: list[TokenLogprobs | None]) -> None:
 @pytest.mark.parametrize("block_size", [1, 4, 16, 32])
 @pytest.mark.parametrize("budget", [3, 7, 64])
 @pytest.mark.parametrize("caching", [True, False])
-def test_those_of_a_prompt_are_the_same_chunked_cached_and_not(block_size: int, budget: int, caching: bool) -> None:
+def test_prompt_logprobs_are_the_same_chunked_cached_and_whole(block_size: int, budget: int, caching: bool) -> None:
     prompt = [(i * 7) % 60 + 1 for i in range(33)]
     expected = by_hand(prompt, 2)
     engine, _ = make_engine(block_size=block_size, max_num_batched_tokens=budget, prefix_caching=caching)

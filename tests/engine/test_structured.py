@@ -100,7 +100,7 @@ def test_json_object_gives_an_object_of_bounded_white_space() -> None:
         judge({"type": "object"}, text)
 
 
-def test_a_text_cut_by_its_length_says_so() -> None:
+def test_a_text_cut_at_max_tokens_has_finish_reason_length() -> None:
     (last,) = write("json", {"type": "string", "minLength": 50}, max_tokens=5)
     assert last.choices[0].finish_reason is FinishReason.LENGTH
     assert last.choices[0].text.startswith('"')

@@ -305,7 +305,7 @@ def test_the_stand_in_refuses_pages_that_are_no_multiple_of_256() -> None:
 
 
 @pytest.mark.parametrize("name", ["k", "rotary_cos", "cache_batch_idx", "cache_leftpad", "alibi_slopes"])
-def test_the_stand_in_raises_for_what_it_does_not_have(name: str) -> None:
+def test_the_stand_in_raises_for_arguments_that_it_does_not_support(name: str) -> None:
     with pytest.raises(NotImplementedError):
         FlashStandIn().flash_attn_with_kvcache(**arguments(), **{name: torch.zeros(1)})
 

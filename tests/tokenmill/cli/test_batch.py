@@ -44,7 +44,7 @@ def test_a_batch_file_is_run_and_its_progress_printed_in_plain_lines(
     assert run(queue, *arguments(folder)).returncode == Exit.SUCCEEDED
 
 
-def test_a_zipped_file_with_a_failing_line_ends_with_one(folder: Path, queue: Queue, worker: MiniWorker) -> None:
+def test_a_gzip_file_with_a_failing_line_ends_with_status_1(folder: Path, queue: Queue, worker: MiniWorker) -> None:
     lines = [request("a", "x FAIL"), request("b")]
     write(folder / "plain", lines)
     (folder / "in.jsonl").write_bytes(gzip.compress((folder / "plain").read_bytes()))
