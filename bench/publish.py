@@ -85,7 +85,7 @@ def run(url: str, streams: int, rate: float, seconds: float, publish: bool) -> M
 
 
 def report(streams: int, rate: float, seconds: float) -> bool:
-    """Measure and print; return whether both limits are kept."""
+    """Run with and without publishing, and print; return whether CPU time and step delay are within their limits."""
     settle_heap()
     with tempfile.TemporaryDirectory() as folder, running_redis(Path(folder)) as server:
         quiet = run(server.url, streams, rate, seconds, publish=False)

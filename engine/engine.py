@@ -135,8 +135,8 @@ class Engine:
 
         Args:
             request: the request; its id must not be that of a live request.
-            turn: the `turn` of a request that was dropped and is added again, so that it keeps its place in the order
-                of service; None: the request arrives now.
+            turn: for a request that was dropped and is added again: its `turn` before the drop, so that it keeps its
+                place in the order of service; None: the request arrives now.
 
         Raises:
             InvalidRequest, PromptTooLong: as in `validate`.

@@ -55,7 +55,7 @@ class Bans:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. The worker checks the ranges when it parses a request, not this class.
+    """How to choose tokens and when to stop. Ranges are not checked here: the worker does when it parses a request.
 
     Order of application: logit_bias, penalties, the grammar, bans and `min_tokens`, temperature, top_k, top_p, min_p.
     """
@@ -88,7 +88,7 @@ class SamplingParams:
     logprobs: int | None = None
     """Return the log-probability of each output id and of this many most likely ids; None: no log-probabilities."""
     prompt_logprobs: int | None = None
-    """As `logprobs`, for the ids of the prompt."""
+    """Same as `logprobs`, for the ids of the prompt."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -2,8 +2,8 @@
 
 On CPUs with bf16 dot products, our own kernel (`csrc/gemm.h`) computes any number of rows. On other CPUs, oneDNN does,
 with prepacked weights; it gives a row the same bits for every number of rows from 2 on (measured in fp32 and bf16).
-Rows are padded to buckets there, since oneDNN builds a primitive for each number of rows. On other devices it is
-`F.linear`.
+Rows for oneDNN are padded to buckets, since oneDNN builds a primitive for each number of rows. On other devices,
+`F.linear` computes the rows.
 
 int8 is W8A8: a scale for each output (weights) and for each row (inputs), both symmetric. Sums are integers and exact,
 so every implementation gives the same bits (LLM.int8(), Dettmers et al. 2022, without the outliers).

@@ -1,4 +1,4 @@
-"""Cleans up what workers and clients leave in a queue.
+"""Removes the leftovers of workers and clients from a queue.
 
     clean_up(client, keys) -> {"consumers": …, "groups": …, "jobs": …}
 

@@ -207,7 +207,7 @@ class SteadyWorker(Worker):
 
     @property
     def dequeue_timeout(self) -> int:
-        """Seconds of one blocking read of RQ's loop."""
+        """Seconds that one blocking read of RQ's loop waits."""
         return LOOK_S
 
     @property

@@ -68,7 +68,7 @@ def reach(client: Client, stop: threading.Event) -> None:
 
     Raises:
         BatchStopped: `stop` was set while Redis was away.
-        redis.RedisError: Redis stayed away, or refuses.
+        redis.RedisError: Redis stayed away, or refuses a command.
     """
     client.patiently(client.redis.ping, pause=_pausing(stop))
 

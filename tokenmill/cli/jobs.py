@@ -135,11 +135,11 @@ def cancel(
     with connected(redis, queue, prefix) as client:
         match client.job(job_id).cancel(reason):
             case CancelReply.LATE:
-                print(f"Job {job_id} had already ended; nothing changed.")
+                print(f"Job {job_id} had ended already; nothing changed.")
             case CancelReply.DONE:
-                print(f"Job {job_id} was cancelled before it started.")
+                print(f"Job {job_id} was cancelled before it ran.")
             case CancelReply.ASKED if client.status(job_id) is not JobStatus.UNKNOWN:
-                print(f"Job {job_id}: cancel requested; its worker ends it within a step.")
+                print(f"Job {job_id}: its worker was asked to stop it.")
             case _:
                 print(f"Job {job_id} is not known to queue {queue}; the cancel is kept in case it arrives later.")
 

@@ -201,7 +201,7 @@ class AsyncTransport:
         outage_s: float = OUTAGE_S,
         pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> T:
-        """As `Client.patiently`, but calls must not be nested."""
+        """Same as `Client.patiently`, but calls must not be nested."""
         tries = Tries(self._line, deadline, outage_s)
         while True:
             try:

@@ -29,7 +29,7 @@ def read_job(client: redis.Redis, keys: Keys, job_id: str) -> JobInfo:
     A job whose hash has expired is `UNKNOWN`, even if its result is still there.
 
     Raises:
-        redis.RedisError: Redis is away, or refuses.
+        redis.RedisError: Redis is away, or refuses a command.
     """
     pipe = client.pipeline(transaction=False)
     pipe.exists(keys.delayed_job(job_id))

@@ -85,7 +85,7 @@ class Results:
         return self._result(job, answer.status, (), Usage(prompt_tokens=job.options.prompt_tokens), answer.error)
 
     def of_finished(self, job: Job, finished: Finished, error: JobError | None) -> Result:
-        """Build the result of a finished request; without choices if it has no fence, since its stream has no text."""
+        """Build the result of a finished request; without choices if the job has no fence: its stream has no text."""
         choices = tuple(self._choice(job, c) for c in finished.choices)
         usage = Usage(finished.prompt_tokens, finished.completion_tokens, finished.cached_tokens)
         return self._result(job, Status(finished.outcome.value), choices if job.started else (), usage, error)

@@ -89,7 +89,7 @@ class Threads:
     """The threads of a worker, by name."""
 
     def __init__(self, mailbox: Mailbox) -> None:
-        """`mailbox`: notified when a thread dies."""
+        """Start no thread yet. `mailbox`: notified when a thread dies."""
         self._mailbox = mailbox
         self._threads: dict[str, threading.Thread] = {}
 

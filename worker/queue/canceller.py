@@ -40,7 +40,7 @@ class Canceller:
         self._poll_s = poll_s
 
     def run(self) -> None:
-        """Poll until `stop` is set."""
+        """Poll the cancel keys until `stop` is set."""
         while not self._stop.wait(self._poll_s):
             try:
                 self.poll()

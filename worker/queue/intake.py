@@ -101,7 +101,7 @@ class Intake:
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
 
     def run(self) -> None:
-        """Read until `stop` is set."""
+        """Read entries until `stop` is set."""
         try:
             self._read_on()
         finally:

@@ -181,7 +181,7 @@ class Publisher:
             Whether nothing is pending any more.
 
         Raises:
-            redis.RedisError: Redis is away, or refuses. Nothing is lost: call again.
+            redis.RedisError: Redis is away, or refuses a command. Nothing is lost: call again.
         """
         now = time.monotonic()
         speaking: list[Job] = []

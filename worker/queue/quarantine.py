@@ -95,7 +95,7 @@ class Quarantine:
             doubt: whether the entries' workers died, perhaps while they read these entries.
 
         Raises:
-            redis.RedisError: Redis is away, or refuses. Nothing is lost: the next sweep finds the entries again.
+            redis.RedisError: Redis is away, or refuses a command. Nothing is lost: the next sweep finds the entries.
         """
         pipe = self._scripts.client.pipeline(transaction=False)
         for delivery in deliveries:

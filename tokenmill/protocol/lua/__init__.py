@@ -163,7 +163,7 @@ class AsyncRunner(_Shared):
         self._execute: Callable[..., Any] = client.execute_command
 
     async def run(self, name: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
-        """As `Runner.run`."""
+        """Same as `Runner.run`."""
         times = 0
         while True:
             try:
@@ -179,7 +179,7 @@ class AsyncRunner(_Shared):
                     raise
 
     async def run_all(self, calls: Sequence[tuple[str, Sequence[str | bytes], Sequence[Any]]]) -> list[Any]:
-        """As `Runner.run_all`."""
+        """Same as `Runner.run_all`."""
         if len(calls) == 1:
             return [await self.run(*calls[0])]
         pipe = self.client.pipeline(transaction=False)
