@@ -1,5 +1,4 @@
-"""The small operations between the matrix products: one pass over memory each where the compiled kernels run, else
-torch.
+"""The small operations between the matrix products: compiled kernels that pass over memory once, or else torch.
 
 Each computes every row independently of the other rows, in a fixed order. They round where `kernels.ops_reference`
 rounds; only sums and `exp` differ in their last bits.

@@ -26,7 +26,7 @@ class Startup:
     """Both steps return False if Redis cannot be reached now, and raise `Fatal` if another try would not help."""
 
     def __init__(self, settings: Settings, scripts: Scripts) -> None:
-        """Call nothing yet. `scripts`: over a client that does not retry."""
+        """Make no call yet. `scripts`: over a client that does not retry."""
         self._settings = settings
         self._scripts = scripts
 

@@ -79,7 +79,8 @@ def read_gguf(path: Path) -> GgufContents:
     """Read a model's metadata and find its tensors; any part of a split file may be named.
 
     Raises:
-        LoadError: a part is missing, is no GGUF, is cut off, or does not belong to the others; the message names it.
+        LoadError: a part is missing, is no GGUF, is cut off, or does not belong to the other parts; the message names
+            the part.
     """
     parts = [_read_part(part) for part in gguf_parts(path)]
     names = gguf_parts(path)

@@ -55,7 +55,7 @@ class Batch:
         return self.run is None or self.run.poll() is not None
 
     def suffer(self, rng: random.Random, strikes: int) -> None:
-        """Kill the run or the worker when so many lines are there, some before there are any; then let it end."""
+        """Kill the run or the worker after random numbers of lines, also before the first line; then let it end."""
         self.start()
         places = sorted(rng.choice((0, rng.randrange(len(self.requests)))) for _ in range(strikes))
         for place in places:

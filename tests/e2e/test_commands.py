@@ -78,7 +78,7 @@ class Shell:
     left: list[subprocess.Popen[bytes]]
 
     def script(self, code: str) -> str:
-        """Run a piece of shell; what it printed.
+        """Run a piece of shell; return its output.
 
         Raises:
             AssertionError: a command failed.
@@ -89,7 +89,7 @@ class Shell:
         return self._run([sys.executable, "-c", self._here(code)], code)
 
     def serve(self, line: str) -> None:
-        """Start what does not end by itself, and wait until it is there."""
+        """Start a command that does not end by itself, and wait until it serves."""
         with (self.folder / "servers.log").open("ab") as log:
             command = ["bash", "-c", re.sub(r"^((?:\w+=\S+ +)*)", r"\1exec ", self._here(line))]
             self.left.append(subprocess.Popen(command, cwd=self.folder, env=self.environ, stdout=log, stderr=log))
@@ -179,7 +179,7 @@ def test_a_page_works_as_printed_from_its_first_line_to_its_last(page: Path, she
 
 
 def _type(shell: Shell, lines: list[str]) -> str:
-    """Type the lines of one block; what they print. A server goes on beside what comes after it."""
+    """Type the lines of one block; return their output. A server keeps running beside later blocks."""
     printed, script = "", []
     for line in lines:
         if SERVERS.search(line):

@@ -1,4 +1,4 @@
-"""The contract as a stranger would use it: redis-cli and the documented keys, against a worker with a real model."""
+"""The wire contract as users use it: redis-cli and the documented keys, against a worker with a real model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def info(queue: Queue) -> dict[str, str]:
 
 
 def at_rest(queue: Queue) -> None:
-    """The worker says that it holds nothing and that all its blocks are free."""
+    """Wait until the worker reports that it holds no job and that all its blocks are free."""
 
     eventually(lambda: queue.depth() == queue.pending() == 0, 15)
     seconds, micros = queue.client.time()

@@ -108,7 +108,7 @@ def test_text_ids_and_logprobs_end_at_the_same_token_when_a_stop_string_cuts() -
 
 
 def by_hand(prompt: list[int], top: int) -> list[TokenLogprobs | None]:
-    """What the stub model thinks of a prompt, from its definition."""
+    """Compute the prompt logprobs of the stub model from its definition."""
     tokens = np.array(prompt, dtype=np.uint64)
     places = np.arange(len(prompt), dtype=np.uint64)
     entries = (tokens * np.uint64(1_000_003) + places * np.uint64(7_919) + np.uint64(12_345)) * _ODD

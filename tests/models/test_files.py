@@ -248,7 +248,7 @@ class TestTokenizers:
 
 
 class TestRopeOfGemma3:
-    """Three ways to write the same: nested by kind of layer, flat, and the older keys."""
+    """Three spellings of the same rope: nested by kind of layer, flat, and with the older keys."""
 
     FULL, LOCAL = {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0}, {"rope_type": "default", "rope_theta": 2e4}
 
