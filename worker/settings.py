@@ -127,7 +127,7 @@ class Settings(BaseSettings):
     )
     served_model_name: Names = Field(
         default=(),
-        description="Names that a job's `model` may have, comma-separated; results carry the first one. "
+        description="Names that a job's `model` may have, comma-separated; results carry the first name. "
         "Default: the model's own name.",
     )
     device: Device = Field(default=MODEL_DEFAULTS.device, description="Device that runs the model.")
@@ -178,13 +178,13 @@ class Settings(BaseSettings):
         default=None, ge=1, description="Number of blocks in the KV pool, instead of --kv-cache-memory."
     )
     block_size: int | None = Field(
-        default=None, ge=1, description="Tokens in a KV block. Default: 16; 256 with flash attention, which needs that."
+        default=None, ge=1, description="Tokens in a KV block. Default: 16; 256 with flash attention (required there)."
     )
     swap_space: Size | None = Field(
         default=None,
         ge=0,
         description="Host memory for preempted sequences and evicted prefixes; 0: these are computed again. "
-        "Default: a quarter of the KV pool, or with --swap-file all of it, at most 1GiB.",
+        "Default: a quarter of the KV pool's size, with --swap-file the whole size, at most 1GiB.",
     )
     swap_file: str | None = Field(
         default=None,
@@ -194,7 +194,7 @@ class Settings(BaseSettings):
     max_overtakes: int = Field(
         default=DEFAULTS.max_overtakes,
         ge=0,
-        description="How often smaller jobs may overtake a job for which there is no room.",
+        description="How often smaller jobs may overtake a job that does not fit into the KV pool yet.",
     )
     aging_seconds: float = Field(
         default=DEFAULTS.aging_seconds,
@@ -218,7 +218,7 @@ class Settings(BaseSettings):
         default=64, ge=1, description="Maximum number of jobs that are read from the queue ahead of their start."
     )
     max_body_bytes: Size = Field(
-        default=MAX_BODY_BYTES, ge=1, description="Maximum size of a job's body; a larger one is refused."
+        default=MAX_BODY_BYTES, ge=1, description="Maximum size of a job's body; a larger body is refused."
     )
     callback_hosts: Names = Field(
         default=(),

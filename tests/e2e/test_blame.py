@@ -102,7 +102,7 @@ def test_a_kill_by_the_supervisor_during_a_drain_counts_against_no_job(own: Queu
 
 
 def name(queue: Queue) -> bytes:
-    """Return the name of the only live worker."""
+    """Return the name of the only live worker; empty if not exactly one is alive."""
     keys = list(queue.client.scan_iter(queue.keys.worker("*")))
     return keys[0].removeprefix(queue.keys.worker("").encode()) if len(keys) == 1 else b""
 

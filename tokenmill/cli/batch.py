@@ -21,13 +21,13 @@ from tokenmill.protocol.keys import LANES
 
 EPILOG = (
     "Exit status: 0 every request succeeded, 1 every request has its line and some failed, 2 the input is not a batch "
-    "file or a file cannot be used, 5 Redis away or not the run's, 130 stopped by SIGINT or SIGTERM: run the "
-    "same command to continue."
+    "file or a file cannot be used, 5 Redis is away or does not know the run, 130 stopped by SIGINT or SIGTERM: run "
+    "the same command to continue."
 )
 
 app = typer.Typer(help="Run files of requests in OpenAI's batch format.", no_args_is_help=True)
 
-Input = Annotated[Path, typer.Argument(metavar="INPUT", help="JSONL, plain or gzip.", show_default=False)]
+Input = Annotated[Path, typer.Argument(metavar="INPUT", help="Input file: JSONL, plain or gzip.", show_default=False)]
 Output = Annotated[
     Path, typer.Option("--output", "-o", help="File to which response lines are appended.", show_default=False)
 ]

@@ -44,7 +44,7 @@ def submit(
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message of a chat.")] = False,
     system: Annotated[str | None, typer.Option(help="The chat's system message; implies --chat.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens to generate.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0: greedy decoding.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0: greedy decoding.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed that makes sampling repeatable.")] = None,
     param: Annotated[
         list[str] | None, typer.Option(metavar="KEY=JSON", help="Any other parameter of the body; may be repeated.")

@@ -64,7 +64,7 @@ def demo(
     redis: Annotated[
         str | None,
         typer.Option(
-            help="URL of a Redis or Valkey. Default: an embedded one that ends with the demo.",
+            help="URL of a Redis or Valkey. Default: an embedded server that ends with the demo.",
             callback=checked(check_url),
         ),
     ] = None,
