@@ -57,7 +57,7 @@ class ModelRunner:
             host: host tier, uint8 `[host_slots, block_bytes]`.
             block_size: tokens in a block.
             eos_token_ids: ids that `min_tokens` and grammars treat as the end of the text.
-            bucket: rounds a number of rows up to one that the model computes fast, and always with the same bits.
+            bucket: rounds a number of rows up to a number that the model computes fast and always with the same bits.
         """
         self.pool = pool
         self.host = host

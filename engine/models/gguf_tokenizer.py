@@ -32,7 +32,7 @@ _ENDS = frozenset(
     | {"<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<end_of_utterance>"}
     | {"<EOT>", "_<EOT>", "[EOT]", "[EOS]"}
 )
-"""Tokens that end a text or a turn, by their text, since many files have a key for only one of them."""
+"""Texts of the tokens that end a text or a turn; many files have a key for only one of these tokens."""
 
 _NAMED = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")
 """Names in the keys `tokenizer.ggml.<name>_token_id`, as the format spells them."""

@@ -63,7 +63,7 @@ class LoadedModel:
     """Numbers of layers and KV heads, and head size."""
     make: Callable[[AttentionBackend], Model]
     bucket: Callable[[int], int] = bucket
-    """Rounds a number of rows up to one that the model computes fast."""
+    """Rounds a number of rows up to a number that the model computes fast."""
 
     def cache_spec(self, block_size: int) -> CacheSpec:
         """Return the spec of the model's KV cache, with blocks of `block_size` tokens."""

@@ -121,7 +121,7 @@ class _Walk:
         """Check `propertyNames`; return the names that it lists, in order; None if it allows every name.
 
         Raises:
-            GrammarError: it is anything but `type: string` or a list of names in a schema without other names.
+            GrammarError: `names` is anything but `type: string` or a list of names in a schema without other names.
         """
         self.schema(names, at)
         for _ in range(MAX_REFERENCES):

@@ -33,5 +33,5 @@ class Deadlines:
                 yield request_id
 
     def clear(self) -> None:
-        """Remove all entries; call it when no request is live."""
+        """Remove all items; call it when no request is live."""
         self._heap.clear()

@@ -67,7 +67,7 @@ class OutputLengths:
     _ENOUGH = 16
     """Minimum number of finished outputs; with fewer, each output is expected to reach `max_tokens`."""
     _QUANTILE = 0.5
-    """Optimistic: a prediction that is too short costs a preemption, one that is too long leaves blocks unused."""
+    """Optimistic: a prediction that is too short costs a preemption; if it is too long, blocks stay unused."""
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque(maxlen=self._WINDOW)

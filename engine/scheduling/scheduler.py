@@ -375,7 +375,7 @@ class Scheduler:
         """Check that nothing is left of any request, while no sequence is live. Takes constant time.
 
         Returns:
-            How many blocks leaked; None if none did.
+            A message with the number of leaked blocks; None if no block leaked.
 
         Raises:
             IntegrityError: a sequence outlived its request, a block is findable under a hash that is not its own, or

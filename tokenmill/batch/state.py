@@ -73,7 +73,7 @@ def save(note: Path, state: State) -> None:
     """Replace a state file atomically; it is on the disk when this returns.
 
     Raises:
-        BatchError: it cannot be written; the old file stays.
+        BatchError: the file cannot be written; the old file stays.
     """
     # The temporary name is random: under a fixed name there could be a file of the user's.
     fresh = note.with_name(f"{note.name}.{secrets.token_hex(8)}")

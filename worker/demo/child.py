@@ -44,7 +44,7 @@ class WorkerProcess:
         """Check that the worker runs.
 
         Raises:
-            WorkerEnded: it has ended.
+            WorkerEnded: the worker has ended.
         """
         status = self.process.poll()
         if status is not None:

@@ -52,7 +52,7 @@ class Entry:
     body: bytes = b""
     """The body as read; kept for a dead letter."""
     callback: str | None = None
-    """URL for the webhook; None if the entry names none, or one that `--callback-hosts` does not allow."""
+    """URL for the webhook; None if the entry names no URL, or a URL that `--callback-hosts` does not allow."""
 
     @property
     def ref(self) -> Ref:
