@@ -413,11 +413,11 @@ class Engine:
         )
 
     def check_idle(self) -> str | None:
-        """Check an engine without requests for what ended requests left behind. Takes constant time: a part of the KV
-        pool is checked in each call.
+        """Check an engine without requests for leftovers of ended requests. Takes constant time: each call checks a
+        part of the KV pool.
 
         Returns:
-            A leak of blocks with which the engine still answers correctly; None if none was found.
+            A message about leaked blocks, without which the engine still works; None if no leak was found.
 
         Raises:
             engine.scheduling.block_pool.IntegrityError: the engine could give wrong text, or requests could wait

@@ -93,7 +93,7 @@ def load(settings: Settings) -> Loaded:
     """Load the model and build the engine.
 
     Raises:
-        Fatal: with `Exit.LOAD` and the reason.
+        Fatal: the model cannot be loaded, or a package is missing; with `Exit.LOAD` and the reason.
     """
     began = time.monotonic()
     log.info(

@@ -142,7 +142,7 @@ class EngineLoop:
             self._check_idle()
 
     def _check_idle(self) -> None:
-        """Report leaked blocks, once for each change; the worker continues.
+        """Log leaked blocks, once for each change of their number; the worker continues.
 
         Raises:
             engine.scheduling.block_pool.IntegrityError: the engine could give wrong text, or requests could wait

@@ -101,7 +101,8 @@ class _Environment(PydanticBaseSettingsSource):
 
 
 class Settings(BaseSettings):
-    """Immutable. The field `some_name` is the option `--some-name` and the environment variable `TOKENMILL_SOME_NAME`.
+    """The settings of a worker; immutable. A field `some_name` is the option `--some-name` and the environment variable
+    `TOKENMILL_SOME_NAME`.
 
     Fields that are not given are read from the environment; an empty variable counts as unset.
     """

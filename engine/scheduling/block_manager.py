@@ -87,7 +87,7 @@ class BlockManager:
     # ── finding computed blocks ───────────────────────────────────────────────────────────────────────────────────
 
     def match(self, seq: Sequence) -> list[Hit]:
-        """Find the longest computed prefix of a waiting sequence, in either tier, without its last token."""
+        """Find the longest computed prefix of a waiting sequence in both tiers; the last token is left out."""
         hits: list[Hit] = []
         if self.prefix_caching and not seq.wants_prompt_logprobs:
             for i in range((seq.num_tokens - 1) // self.block_size):

@@ -74,7 +74,7 @@ class Keeper:
         self._meta = Meta()
 
     def run(self) -> None:
-        """Call `beat` every second, or thrice a lease, until `stop` is set.
+        """Call `beat` every second, or every third of a lease if that is shorter, until `stop` is set.
 
         Raises:
             Fatal: the engine hangs; from then on no lease is renewed.
