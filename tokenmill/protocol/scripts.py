@@ -157,7 +157,7 @@ class Scripts:
         ]
 
     def publish(self, batch: TokenBatch) -> list[Refused]:
-        """Append all events of `batch` in one command; returns the events that Redis refused, in order."""
+        """Append all events of `batch` in one command; return the events that Redis refused, in order."""
         if not batch:
             return []
         reply = self._runner.run("publish", batch.streams, batch.args)
@@ -185,7 +185,7 @@ class Scripts:
         return bool(self._run(self._calls.reject(ref, body, reason, job_id)) == b"OK")
 
     def renew(self, refs: Iterable[Ref]) -> list[Ref]:
-        """Renew the leases of these entries; returns the entries that this worker no longer holds."""
+        """Renew the leases of these entries; return the entries that this worker no longer holds."""
         by_lane: dict[str, list[Ref]] = {}
         for ref in refs:
             by_lane.setdefault(ref.lane, []).append(ref)
@@ -230,7 +230,7 @@ class Scripts:
         return bool(self._run(self._calls.clear(ref, fence)) == b"OK")
 
     def promote(self, chunk: int = 64, seconds: float = 0.5) -> int:
-        """Move the delayed jobs that are due into their lanes, `chunk` in a round trip; returns how many were moved.
+        """Move the delayed jobs that are due into their lanes, `chunk` in a round trip; return how many were moved.
 
         Ends when no further job is due, when the queue is full, or after `seconds`; the next call continues.
         """
@@ -243,7 +243,7 @@ class Scripts:
                 return moved
 
     def reconcile(self, limit: int = 32, look_ms: int = LOOK_MS) -> int:
-        """End jobs whose entry was deleted; returns how many.
+        """End jobs whose entry was deleted; return how many.
 
         Looks at `limit` jobs without a result; all callers together look at a job once in `look_ms`.
         """

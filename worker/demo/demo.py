@@ -123,7 +123,7 @@ class _Demo:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def ready(self, worker: WorkerProcess) -> bytes:
-        """Wait until the worker serves, so that no time of a request includes loading; returns the worker's key."""
+        """Wait until the worker serves, so that no time of a request includes loading; return the worker's key."""
         while True:
             for key in self.redis.scan_iter(match=self.keys.worker("*"), count=1000):
                 if self.redis.hget(key, "status") == b"ready":
