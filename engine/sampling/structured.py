@@ -221,7 +221,7 @@ def explain(problem: str) -> str:
     if lines[0].startswith("NoExtension"):
         return "no text matches the grammar"
     if "coerce_one_of" in lines[0]:
-        return "oneOf is supported only if its schemas exclude each other by type or constant: write anyOf"
+        return "oneOf is supported only where its schemas exclude each other by type or constant: write anyOf"
     first = lines[0] if len(lines[0]) <= _LINE else lines[0][:_LINE] + "…"
     reason = next((line for line in lines[1:] if line.startswith("error: ")), "")
     return f"{first} {reason[:_LINE]}".strip()
