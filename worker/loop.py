@@ -150,7 +150,8 @@ class EngineLoop:
         """
         leak = self.engine.check_idle()
         if leak is not None and leak != self._leak:
-            log.error("blocks_leaked", message=leak, hint="a bug: please report it; a restart gives the memory back")
+            message = f"{leak}: a bug, please report it; a restart of the worker frees the blocks"
+            log.error("blocks_leaked", message=message)
         self._leak = leak
 
     def _take_in(self, wait: bool) -> None:
