@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.attention import backend_names
+from kernels.attention import backend_class, backend_names
 from kernels.attention.base import CacheSpec
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def main(arguments: list[str]) -> int:
 def check_all(table: Table, device: str, folder: Path, reduced: bool) -> None:
     """Run each check of the full or the reduced form."""
     for name in backend_names():
-        if device == "cuda" and name == "cpu":
+        if device == "cuda" and not backend_class(name).runs_on(torch.device("cuda")):
             continue
         for dtype in _DTYPES:
             shapes = _SHAPES[:1] if reduced else _SHAPES

@@ -59,6 +59,7 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
     """
     loaded = load_model(model)
     backend = get_backend(cache.attention, loaded.cache_spec(config.block_size))
+    loaded.batch_invariant = loaded.batch_invariant and backend.batch_invariant
     available = available_bytes()
     config = dataclasses.replace(config, block_size=backend.spec.block_size, max_model_len=loaded.max_model_len)
     config = _sized(config, cache, backend, available)

@@ -57,7 +57,8 @@ class Bans:
 class SamplingParams:
     """How to choose tokens and when to stop. Ranges are not checked here: the worker does when it parses a request.
 
-    Order of application: logit_bias, penalties, the grammar, bans and `min_tokens`, temperature, top_k, top_p, min_p.
+    The docstring of `engine.sampling.sampler` has the order in which they are applied. A field with the name of a key
+    of a job's body gets its value from that key (`worker.jobs.translate`); the default here is the job's, too.
     """
 
     max_tokens: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from pydantic.fields import FieldInfo
 
+from engine.models.generation import GenerationDefaults
 from tokenmill.cli.console import Exit as Ends
 from tokenmill.protocol.body import Body
 from worker.ops.exits import Exit
@@ -66,6 +68,19 @@ def test_the_settings_table_is_what_the_code_has() -> None:
 def test_every_key_of_a_body_is_documented(name: str) -> None:
     assert f"`{name}`" in PROTOCOL.partition("### Body")[2].partition("\n## ")[0]
     assert re.search(rf"`{name}[`:]", (ROOT / "docs" / "requests.md").read_text())
+
+
+@pytest.mark.parametrize("name", [name for name, info in Body.model_fields.items() if "float" in str(info.annotation)])
+def test_every_number_that_steers_sampling_has_its_place_in_the_order_and_its_range(name: str) -> None:
+    requests = (ROOT / "docs" / "requests.md").read_text()
+    for heading in ("How an id is chosen", "Limits"):
+        assert f"`{name}`" in requests.partition(f"## {heading}\n")[2].partition("\n## ")[0], heading
+
+
+def test_every_default_that_a_model_can_give_is_documented() -> None:
+    section = (ROOT / "docs" / "models.md").read_text().partition("## Defaults of sampling")[2]
+    names = {field.name for field in dataclasses.fields(GenerationDefaults) if field.default is None}
+    assert {name for name in names if f"`{name}`" not in section} == set()
 
 
 def test_every_exit_status_is_explained() -> None:

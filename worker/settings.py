@@ -143,7 +143,8 @@ class Settings(BaseSettings):
     )
     attention: Attention = Field(
         default=AUTO,
-        description="Attention backend; auto: flash (flash-attn) on a GPU that has it, cpu on a CPU, else reference.",
+        description=f"Attention backend; auto: the first of {', '.join(backend_names())} that runs the model on the "
+        "device (flash needs a GPU and flash-attn).",
     )
     quantize: Quantize = Field(
         default=MODEL_DEFAULTS.quantize,

@@ -54,10 +54,9 @@ _OFF: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Defaults of a model; None: the file has no such key. Values are not checked here; the worker checks them.
+    """Defaults of a model, as written in the file; the worker checks the values.
 
-    Each field without a description of its own is a key of the file. If `SamplingParams` has a field of the same name,
-    the value is the default of that parameter.
+    A field whose default is None is a key of the file; None: the file has no such key.
     """
 
     eos_token_ids: frozenset[int] = frozenset()
@@ -75,8 +74,7 @@ class GenerationDefaults:
     """Keys that may change the text and are not applied."""
 
 
-_APPLIED = frozenset(field.name for field in fields(GenerationDefaults)) - {"eos_token_ids", "not_applied"}
-"""Keys of the file that are fields of `GenerationDefaults`."""
+_APPLIED = frozenset(field.name for field in fields(GenerationDefaults) if field.default is None)
 
 
 def read_generation(directory: Path | None, ends: Iterable[object]) -> GenerationDefaults:

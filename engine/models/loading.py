@@ -54,7 +54,8 @@ class LoadedModel:
     tokenizer: Tokenizer
     generation: GenerationDefaults
     batch_invariant: bool
-    """Whether the bits of a request do not depend on its batch, as a probe on this machine shows."""
+    """Whether the bits of a request do not depend on its batch, as a probe on this machine shows.
+    `build_engine` sets it to False if the attention backend does not promise the same."""
     implementation: str
     """`fused` or `transformers`."""
     implementation_reason: str

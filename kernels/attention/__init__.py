@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kernels.attention.base import AttentionBackend, CacheSpec
 
-__all__ = ["AUTO", "backend_names", "get_backend"]
+__all__ = ["AUTO", "backend_class", "backend_names", "get_backend"]
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +42,11 @@ def get_backend(name: str, spec: CacheSpec) -> AttentionBackend:
         return _first(spec)
     if name not in _BACKENDS:
         raise ValueError(f"unknown attention backend {name!r}; available: {AUTO}, {', '.join(_BACKENDS)}")
-    return _class(name)(spec)
+    return backend_class(name)(spec)
 
 
-def _class(name: str) -> type[AttentionBackend]:
+def backend_class(name: str) -> type[AttentionBackend]:
+    """Import the backend with this name, one of `backend_names()`."""
     found: Any = getattr(importlib.import_module(f"{__name__}.{name}"), _BACKENDS[name])
     return found  # type: ignore[no-any-return]
 
@@ -54,7 +55,7 @@ def _first(spec: CacheSpec) -> AttentionBackend:
     """Create the first backend that runs the spec; log why those before it, which run on the device, refused it."""
     reasons = []
     for name in _BACKENDS:
-        backend = _class(name)
+        backend = backend_class(name)
         if not backend.runs_on(spec.device):
             continue
         try:

@@ -74,6 +74,8 @@ class AttentionBackend(ABC):
     """The block size if the spec has 0."""
     device_types: ClassVar[tuple[str, ...] | None] = None
     """Types of devices on which the backend runs; None: all."""
+    batch_invariant: ClassVar[bool] = False
+    """Whether, on a CPU, the bits of a row never depend on the other rows, on chunks or on `block_size`."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

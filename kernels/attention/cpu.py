@@ -66,6 +66,7 @@ class CpuBackend(AttentionBackend):
 
     page_multiple: ClassVar[int] = _PAGE
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
+    batch_invariant: ClassVar[bool] = True
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -69,6 +70,8 @@ class _Step:
 
 class ReferenceBackend(PlainBackend):
     """Paged attention in plain torch, on every device; the other backends are tested against it."""
+
+    batch_invariant: ClassVar[bool] = True
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
 from collections import Counter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -126,6 +127,51 @@ def test_a_row_does_not_depend_on_neighbours_order_or_history() -> None:
             sampler.forget(r.uid)
         out = sampler.sample(base[order].clone(), [rows[i] for i in order]).token_ids
         assert list(out) == [alone[i] for i in order]
+
+
+EFFECTS: dict[str, dict[str, object]] = {
+    "temperature": {"temperature": 0.3},
+    "top_p": {"temperature": 1.0, "top_p": 0.3},
+    "top_k": {"temperature": 1.0, "top_k": 2},
+    "min_p": {"temperature": 1.0, "min_p": 0.5},
+    "presence_penalty": {"presence_penalty": 2.0},
+    "frequency_penalty": {"frequency_penalty": 2.0},
+    "repetition_penalty": {"repetition_penalty": 5.0},
+    "logit_bias": {"logit_bias": ((9, 50.0),)},
+    "min_tokens": {"min_tokens": 5},
+    "stop_token_ids": {"min_tokens": 5, "stop_token_ids": frozenset({3})},
+    "bans": {"bans": Bans(always=frozenset({7}))},
+    "logprobs": {"logprobs": 1},
+}
+"""Parameter → a value with which it changes what is sampled; at temperature 0 if it can change a greedy id."""
+OUTSIDE = {"max_tokens", "seed", "stop", "ignore_eos", "skip_special_tokens", "n", "prompt_logprobs"}
+"""Parameters that are not the sampler's: they say when the text ends, which seed the rows have, or what is reported."""
+
+
+def test_every_parameter_of_sampling_is_tried_here() -> None:
+    assert {field.name for field in dataclasses.fields(SamplingParams)} == EFFECTS.keys() | OUTSIDE
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_every_parameter_has_an_effect_alone_and_the_same_one_in_a_batch(name: str) -> None:
+    """The ids 7, 3 and 0 are the best in turn; 7 is in the output already, 0 ends the text."""
+    logits = torch.linspace(1.0, 0.0, 12).repeat(60, 1)
+    logits[:, [7, 3, 0]] = torch.tensor([[3.0, 2.9, 2.8], [2.9, 3.0, 2.8], [2.9, 2.8, 3.0]]).repeat(20, 1)
+
+    def rows(options: dict[str, object]) -> list[Row]:
+        return [row([1, 7], 1, seed=seed, **options) for seed in range(60)]
+
+    def sampled(rows: list[Row], at: list[int]) -> list[Any]:
+        done = Sampler(12).sample(logits[at].clone(), rows)
+        return list(zip(done.token_ids, done.logprobs, strict=True))
+
+    changed = rows(EFFECTS[name])
+    alone = [sampled([one], [i])[0] for i, one in enumerate(changed)]
+    without = {key: value for key, value in EFFECTS[name].items() if key != name}
+    assert alone != sampled(rows(without), [*range(60)])
+    company = [one for options in EFFECTS.values() for one in rows(options)]
+    at = [*range(60)] * (len(EFFECTS) + 1)
+    assert sampled([*company, *changed], at)[-60:] == alone
 
 
 def test_choices_and_positions_get_noise_of_their_own() -> None:

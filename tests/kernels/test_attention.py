@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from kernels.attention import _class, backend_names, get_backend
+from kernels.attention import backend_class, backend_names, get_backend
 from kernels.attention.base import CacheSpec
 from tests.kernels.cache import Cache
 
@@ -123,4 +123,42 @@ def test_the_names_of_the_backends_are_known_without_importing_torch() -> None:
 
 @pytest.mark.parametrize("name", backend_names())
 def test_a_backend_has_the_name_of_its_module(name: str) -> None:
-    assert _class(name).name == name
+    assert backend_class(name).name == name
+
+
+ON_THE_CPU = [name for name in backend_names() if backend_class(name).runs_on(CPU)]
+
+
+def plain(name: str, dtype: torch.dtype, lengths: list[int]) -> Cache:
+    """A cache of an ordinary shape in the block size of the backend."""
+    try:
+        return Cache(spec(backend_class(name).preferred_block_size, 2, 64, dtype), lengths, 6, name=name)
+    except ValueError as refused:
+        pytest.skip(str(refused))
+
+
+@pytest.mark.parametrize("name", ON_THE_CPU)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"window": 130, "softcap": 3.0}])
+def test_every_backend_equals_the_oracle(name: str, dtype: torch.dtype, options: dict[str, object]) -> None:
+    cache = plain(name, dtype, [150, 1, 37, 300, 129])
+    cache.run([(0, 0, 100), (3, 0, 260), (4, 0, 128)], layer=1)
+    work = [(0, 100, 150), (1, 0, 1), (2, 0, 37), (3, 260, 300), (4, 128, 129)]
+    for item, out in zip(work, cache.run(work, padding=5, layer=1, **options), strict=True):
+        bound = cache.bound(item[0], options.get("softcap"), rounded_weights=True)  # type: ignore[arg-type]
+        assert (out.double() - cache.oracle(*item, **options)).abs().max() <= bound  # type: ignore[arg-type]
+    for s in range(5):
+        k, v = cache.backend.read(1, cache.tables[s], cache.lengths[s])
+        assert torch.equal(k, cache.k[s])
+        assert torch.equal(v, cache.v[s])
+
+
+@pytest.mark.parametrize("name", [name for name in ON_THE_CPU if backend_class(name).batch_invariant])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_backend_that_promises_it_gives_a_row_the_same_bits_in_every_batch(name: str, dtype: torch.dtype) -> None:
+    cache = plain(name, dtype, [270, 140, 400, 5])
+    want = cache.run([(s, 0, n) for s, n in enumerate(cache.lengths)])[0]
+    for start, stop in ((0, 1), (1, 3), (3, 128), (128, 131), (131, 256), (256, 269), (269, 270)):
+        for company in ([], [(1, 139, 140), (2, 380, 400)], [(3, 4, 5), (2, 100, 400), (1, 139, 140)]):
+            got = cache.run([*company, (0, start, stop)], padding=3)[-1]
+            assert torch.equal(got, want[start:stop]), (start, stop, company)

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import ModelOptions
+from engine.build import CacheOptions, build_engine
+from engine.config import EngineConfig, ModelOptions
 from engine.models.loading import LoadedModel, load_model
+from kernels.attention import backend_class, backend_names
+from kernels.attention.reference import ReferenceBackend
 from tests.models.driver import Driver
 from tests.models.tiny import FUSED, Case, build_case
 
@@ -35,12 +38,18 @@ def loaded(request: pytest.FixtureRequest, path: Path) -> LoadedModel:
     return model
 
 
+def _promises(name: str) -> bool:
+    """Whether a backend promises the same bits in every batch, and runs on the CPU. `auto` stands for `cpu`."""
+    backend = backend_class(name)
+    return backend.batch_invariant and backend.runs_on(torch.device("cpu"))
+
+
 def draw(loaded: LoadedModel, length: int, seed: int) -> list[int]:
     dice = random.Random(seed)
     return [dice.randrange(loaded.vocab_size) for _ in range(length)]
 
 
-@pytest.fixture(params=["auto", "reference"])
+@pytest.fixture(params=["auto", *(name for name in backend_names() if name != "cpu" and _promises(name))])
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -126,3 +135,13 @@ def test_two_threads_give_the_bits_of_one(loaded: LoadedModel) -> None:
         assert torch.equal(driver.prefill(driver.add(tokens), chunks), want)
     torch.set_num_threads(1)
     assert torch.equal(driver.prefill(driver.add(tokens)), want)
+
+
+@pytest.mark.parametrize("promised", [True, False])
+def test_an_engine_promises_equal_bits_only_if_its_attention_backend_does(
+    path: Path, promised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReferenceBackend, "batch_invariant", promised)
+    cache = CacheOptions(num_blocks=16, attention="reference")
+    _, loaded = build_engine(ModelOptions(str(path), device="cpu", dtype="float32"), EngineConfig(), cache)
+    assert loaded.batch_invariant == promised

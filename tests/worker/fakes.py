@@ -37,7 +37,8 @@ class FakeTokenizer:
         return list(text.encode())
 
     def encode_chat(self, messages: Any, tools: Any = None, **template_kwargs: Any) -> list[int]:
-        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))
+        extras = "".join(str(extra) for extra in (tools, template_kwargs) if extra)
+        return self.encode(extras + "".join(f"<{m['role']}>{m['content']}" for m in messages))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode(errors="replace")
@@ -79,11 +80,7 @@ class FakeCompiler:
 class FakeModel:
     name: str = "fake"
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
-    generation: Any = field(
-        default_factory=lambda: SimpleNamespace(
-            eos_token_ids=frozenset({0}), temperature=None, top_p=None, top_k=None, min_p=None, repetition_penalty=None
-        )
-    )
+    generation: Any = field(default_factory=lambda: SimpleNamespace(eos_token_ids=frozenset({0})))
     max_model_len: int = 256
     grammars: FakeCompiler = field(default_factory=FakeCompiler)
 

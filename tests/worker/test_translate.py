@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import structlog
 
 from engine.models.chat import ChatError, Tokenizer, _reserved
+from engine.models.generation import GenerationDefaults
 from engine.request import Bans, Request
 from tests.models.tiny import tokenizer
 from tests.worker.fakes import FakeEngine, FakeModel
+from tokenmill.protocol.body import Body
 from tokenmill.protocol.body_fields import OPERATORS
 from tokenmill.protocol.errors import ErrorCode, JobError
 from tokenmill.protocol.job import Identity, JobEntry
@@ -161,6 +164,78 @@ def test_a_default_that_no_body_could_have_is_ignored_and_named(key: str, value:
     assert (warning["event"], warning["file"], warning["key"]) == ("generation_config_ignored", FILE, key)
     assert range_ in warning["reason"]
     assert translate({"prompt": "x", "seed": 1}, use)[1].params == translate({"prompt": "x", "seed": 1})[1].params
+
+
+CHAT = [{"role": "user", "content": "x"}]
+EXAMPLES: dict[str, Any] = {
+    "prompt": "other",
+    "messages": CHAT,
+    "tools": [{"type": "function"}],
+    "chat_template_kwargs": {"a": 1},
+    "max_tokens": 5,
+    "max_completion_tokens": 5,
+    "min_tokens": 5,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 5,
+    "min_p": 0.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.5,
+    "logit_bias": {"5": 1},
+    "seed": 5,
+    "n": 2,
+    "stop": "a",
+    "stop_token_ids": [5],
+    "ignore_eos": True,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "prompt_logprobs": 2,
+    "cache_salt": "a",
+    "model": "other",
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "a"},
+    "skip_special_tokens": False,
+    "return_token_ids": True,
+    "stream": False,
+    "stream_options": {"a": 1},
+    "user": "a",
+    "metadata": {"a": 1},
+}
+"""A value of each key of a body, other than its default."""
+NEEDS: dict[str, dict[str, Any]] = {
+    "messages": {},
+    "tools": {"messages": CHAT},
+    "chat_template_kwargs": {"messages": CHAT},
+    "top_logprobs": {"prompt": "x", "logprobs": True},
+}
+"""The body to which a key is added, if a prompt alone does not do."""
+WITHOUT_EFFECT = {"stream", "stream_options", "user", "metadata"}
+DEFAULTS = sorted(set(Body.model_fields) & {field.name for field in fields(GenerationDefaults)})
+
+
+def asked(body: Any, use: Translator | None = None) -> Any:
+    """What the engine and the result are asked for, or the refusal."""
+    try:
+        job, request = translate(body, use)
+    except JobError as error:
+        return error.message
+    return request.prompt, request.params, request.cache_salt, job.options
+
+
+@pytest.mark.parametrize("key", Body.model_fields)
+def test_every_key_of_a_body_changes_what_the_engine_is_asked_for_or_is_listed_as_without_effect(key: str) -> None:
+    assert key in EXAMPLES, f"add a value of {key} to EXAMPLES"
+    body = NEEDS.get(key, {"prompt": "x"})
+    assert (asked({**body, key: EXAMPLES[key]}) == asked(body)) == (key in WITHOUT_EFFECT)
+
+
+@pytest.mark.parametrize("key", DEFAULTS)
+def test_every_sampling_default_of_a_model_counts_as_if_the_body_had_it(key: str) -> None:
+    model = FakeModel()
+    model.generation = SimpleNamespace(**{key: EXAMPLES[key]})
+    body = {"prompt": "x"}
+    assert asked(body, translator(model)) == asked({**body, key: EXAMPLES[key]}) != asked(body)
 
 
 def test_the_models_suppressed_ids_and_stop_strings_apply_to_every_job() -> None:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 
-from engine.request import Bans, SamplingParams
-from tokenmill.protocol.body import check_value
+from engine.request import Bans
+from tokenmill.protocol.body import Body, check_value
 from tokenmill.protocol.errors import ErrorCode, JobError
 
 log = structlog.get_logger()
 
 _FILE = "generation_config.json"
-_SAMPLING = tuple(param.name for param in fields(SamplingParams))
-"""Parameters whose default the generation config may set, if `GenerationDefaults` has a field of the same name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +32,12 @@ class Defaults:
     def of(cls, generation: Any) -> Defaults:
         """Check the model's values by the rules of a body. Values that no body could have are ignored with a warning.
 
+        A key that both a body and `generation` have is a default of sampling.
+
         Args:
             generation: `engine.models.generation.GenerationDefaults`.
         """
-        sampling = {key: _checked(generation, key, key) for key in _SAMPLING}
+        sampling = {key: _checked(generation, key, key) for key in Body.model_fields}
         stop = _checked(generation, "stop_strings", "stop") or ()
         words = _words(generation)
         bans = Bans(

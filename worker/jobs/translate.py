@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.request import GrammarError, GrammarUndecided, InvalidRequest, PromptTooLong, Request, SamplingParams
@@ -23,6 +24,10 @@ LONGEST_TOKEN = 256
 
 MAX_LOGPROBS = 1_000_000
 """Most log-probabilities in one result, of all choices and of the prompt: about 100 MB of JSON."""
+
+_CONVERTED = {"max_tokens", "min_tokens", "top_k", "logit_bias", "stop", "stop_token_ids", "logprobs"}
+_SAME = [f.name for f in fields(SamplingParams) if f.name in Body.model_fields and f.name not in _CONVERTED]
+"""Parameters that have the same name and the same values in `Body` and `SamplingParams`."""
 
 
 class TokenizerLike(Protocol):
@@ -186,7 +191,7 @@ class Translator:
             ) from None
 
     def _params(self, job: Job, body: Body, prompt_tokens: int) -> SamplingParams:
-        """Build the sampling parameters: the body's values, else the model's generation config's, else OpenAI's."""
+        """Build the parameters: values of the body, else the model's defaults, else those of `SamplingParams`."""
         most = self._engine.limit_tokens(prompt_tokens, self._settings.max_output_tokens)
         asked = body.output_limit
         limit = most if asked is None else min(asked, most)
@@ -195,32 +200,23 @@ class Translator:
             job.options.clamped["max_tokens"] = limit
         if least < (body.min_tokens or 0):
             job.options.clamped["min_tokens"] = least
-        top_k = self._default(body, "top_k", 0)
+        same = {name: value for name in _SAME if (value := self._value(body, name)) is not None}
         return SamplingParams(
             max_tokens=limit,
             min_tokens=least,
-            temperature=self._default(body, "temperature", 1.0),
-            top_p=self._default(body, "top_p", 1.0),
-            top_k=max(top_k, 0),
-            min_p=self._default(body, "min_p", 0.0),
-            presence_penalty=body.presence_penalty or 0.0,
-            frequency_penalty=body.frequency_penalty or 0.0,
-            repetition_penalty=self._default(body, "repetition_penalty", 1.0),
+            top_k=max(self._value(body, "top_k") or 0, 0),
             logit_bias=body.bias,
-            seed=body.seed,
             stop=(*body.stops, *(() if body.ignore_eos else self._defaults.stop)),
             stop_token_ids=frozenset(body.stop_token_ids or ()),
-            ignore_eos=bool(body.ignore_eos),
             bans=self._defaults.bans,
-            skip_special_tokens=body.skip_special_tokens is not False,
-            n=body.n or 1,
             logprobs=body.top_logprobs_count,
-            prompt_logprobs=body.prompt_logprobs,
+            **same,
         )
 
-    def _default(self, body: Body, name: str, openai: Any) -> Any:
+    def _value(self, body: Body, name: str) -> Any:
+        """Return the value of a key in the body, else that of the model's defaults, else None."""
         asked = getattr(body, name)
-        return self._defaults.sampling.get(name, openai) if asked is None else asked
+        return self._defaults.sampling.get(name) if asked is None else asked
 
 
 def _structure(body: Body) -> Structure | None:

@@ -7,8 +7,8 @@ from typing import Any
 import orjson
 import pytest
 
-from tokenmill.batch.request import CHAT, COMPLETIONS, Unsupported, prefix_of, translate
-from tokenmill.protocol.body import parse_body
+from tokenmill.batch.request import _CHECKS, _NO_EFFECT, CHAT, COMPLETIONS, Unsupported, prefix_of, translate
+from tokenmill.protocol.body import Body, parse_body
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -29,6 +29,10 @@ def test_keys_of_the_protocol_are_passed_on_unchanged(body: dict[str, Any]) -> N
     asked = {"model": "m", "messages": MESSAGES, **body}
     assert translate(CHAT, asked) == asked
     parse_body(orjson.dumps(translate(CHAT, asked)))
+
+
+def test_of_the_keys_that_the_protocol_has_only_those_without_meaning_in_a_file_are_not_passed_on() -> None:
+    assert set(Body.model_fields) & (_NO_EFFECT | _CHECKS.keys()) == {"user", "metadata", "stream", "stream_options"}
 
 
 @pytest.mark.parametrize(

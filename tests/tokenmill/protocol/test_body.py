@@ -32,45 +32,52 @@ def test_a_body_needs_only_a_prompt_and_absent_keys_stay_none() -> None:
     assert parse_body(b'{"prompt":[0,5]}').prompt == [0, 5]
 
 
-@pytest.mark.parametrize(
-    ("key", "good", "bad"),
-    [
-        ("prompt", ["x", " ", [1, 2]], ["", 5, True, {}, [], [1.0], [True], ["a"], [-1], [2**31]]),
-        ("max_tokens", [1, 2**31 - 1], [0, -1, 1.0, "5", True, 2**31]),
-        ("max_completion_tokens", [1], [0, "1"]),
-        ("min_tokens", [0, 5], [-1, 0.0]),
-        ("temperature", [0, 0.7, 2, 1], [-0.1, 2.1, "0.7", True, []]),
-        ("top_p", [1, 0.001], [0, 1.1, True]),
-        ("top_k", [-1, 0, 50], [-2, 1.5, "5", False]),
-        ("min_p", [0, 1], [-0.1, 1.1]),
-        ("presence_penalty", [-2, 2], [-2.1, 2.1]),
-        ("frequency_penalty", [-2, 2], [-2.1, 2.1]),
-        ("repetition_penalty", [0.1, 1.2, 1e-6, 1e6], [0, -1, 1e-39, 1e-7, 1.1e6]),
-        ("logit_bias", [{}, {"0": 1, "5": -100}], [{"a": 1}, {"01": 1}, {"-1": 1}, {"5": 101}, {"5": True}]),
-        ("logit_bias", [{str(n): 0 for n in range(1024)}], [{str(n): 0 for n in range(1025)}, [], [[5, 1]]]),
-        ("seed", [0, -(2**63), 2**63 - 1], [2**63, -(2**63) - 1, 1.0, True, "1"]),
-        ("n", [1, 64], [0, 65, 1.0, True]),
-        ("stop", ["a", ["a", "b" * 256], [], ["a"] * 16], ["", ["a", ""], "b" * 257, ["a"] * 17, 5, [5]]),
-        ("stop_token_ids", [[], [0]], [[-1], [True], ["1"], 5]),
-        ("ignore_eos", [True, False], [0, 1, "true"]),
-        ("logprobs", [True, False, 0, 20], [21, -1, 1.5, "5"]),
-        ("prompt_logprobs", [0, 20], [21, -1, True]),
-        ("cache_salt", ["s"], [5, "s" * 257]),
-        ("skip_special_tokens", [False], [0]),
-        ("return_token_ids", [True], ["yes"]),
-        ("model", ["m"], [5]),
-        ("response_format", [{"type": "text"}, {"type": "json_object"}], [{"type": "xml"}, "text", {}]),
-        ("response_format", [{"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}],
-         [{"type": "json_schema"}, {"type": "json_schema", "json_schema": {"name": "n"}},
-          {"type": "text", "json_schema": {"schema": {}}}]),
-        ("structured_outputs", [{"json": {}}, {"json": "{}"}, {"regex": "a"}, {"choice": ["a"]}, {"grammar": "g"}],
-         [{}, {"json": {}, "regex": "a"}, {"choice": []}, {"regex": ""}, {"choice": [1]}]),
-        ("stream", [True, False], ["yes"]),
-        ("stream_options", [{"include_usage": True}], [5]),
-        ("user", ["u"], [5]),
-        ("metadata", [{"a": [1, {"b": None}]}], ["a"]),
-    ],
-)  # fmt: skip
+RANGES: list[tuple[str, list[Any], list[Any]]] = [
+    ("prompt", ["x", " ", [1, 2]], ["", 5, True, {}, [], [1.0], [True], ["a"], [-1], [2**31]]),
+    ("max_tokens", [1, 2**31 - 1], [0, -1, 1.0, "5", True, 2**31]),
+    ("max_completion_tokens", [1], [0, "1"]),
+    ("min_tokens", [0, 5], [-1, 0.0]),
+    ("temperature", [0, 0.7, 2, 1], [-0.1, 2.1, "0.7", True, []]),
+    ("top_p", [1, 0.001], [0, 1.1, True]),
+    ("top_k", [-1, 0, 50], [-2, 1.5, "5", False]),
+    ("min_p", [0, 1], [-0.1, 1.1]),
+    ("presence_penalty", [-2, 2], [-2.1, 2.1]),
+    ("frequency_penalty", [-2, 2], [-2.1, 2.1]),
+    ("repetition_penalty", [0.1, 1.2, 1e-6, 1e6], [0, -1, 1e-39, 1e-7, 1.1e6]),
+    ("logit_bias", [{}, {"0": 1, "5": -100}], [{"a": 1}, {"01": 1}, {"-1": 1}, {"5": 101}, {"5": True}]),
+    ("logit_bias", [{str(n): 0 for n in range(1024)}], [{str(n): 0 for n in range(1025)}, [], [[5, 1]]]),
+    ("seed", [0, -(2**63), 2**63 - 1], [2**63, -(2**63) - 1, 1.0, True, "1"]),
+    ("n", [1, 64], [0, 65, 1.0, True]),
+    ("stop", ["a", ["a", "b" * 256], [], ["a"] * 16], ["", ["a", ""], "b" * 257, ["a"] * 17, 5, [5]]),
+    ("stop_token_ids", [[], [0]], [[-1], [True], ["1"], 5]),
+    ("ignore_eos", [True, False], [0, 1, "true"]),
+    ("logprobs", [True, False, 0, 20], [21, -1, 1.5, "5"]),
+    ("prompt_logprobs", [0, 20], [21, -1, True]),
+    ("cache_salt", ["s"], [5, "s" * 257]),
+    ("skip_special_tokens", [False], [0]),
+    ("return_token_ids", [True], ["yes"]),
+    ("model", ["m"], [5]),
+    ("response_format", [{"type": "text"}, {"type": "json_object"}], [{"type": "xml"}, "text", {}]),
+    ("response_format", [{"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}],
+     [{"type": "json_schema"}, {"type": "json_schema", "json_schema": {"name": "n"}},
+      {"type": "text", "json_schema": {"schema": {}}}]),
+    ("structured_outputs", [{"json": {}}, {"json": "{}"}, {"regex": "a"}, {"choice": ["a"]}, {"grammar": "g"}],
+     [{}, {"json": {}, "regex": "a"}, {"choice": []}, {"regex": ""}, {"choice": [1]}]),
+    ("stream", [True, False], ["yes"]),
+    ("stream_options", [{"include_usage": True}], [5]),
+    ("user", ["u"], [5]),
+    ("metadata", [{"a": [1, {"b": None}]}], ["a"]),
+]  # fmt: skip
+"""Key, valid values, invalid values."""
+OTHERS = {"messages", "tools", "chat_template_kwargs", "top_logprobs"}
+"""Keys that need another key, or have tests of their own."""
+
+
+def test_every_key_has_its_valid_and_its_invalid_values_here() -> None:
+    assert {key for key, _, _ in RANGES} | OTHERS == set(Body.model_fields)
+
+
+@pytest.mark.parametrize(("key", "good", "bad"), RANGES)
 def test_every_key_accepts_its_range_and_nothing_outside_of_it(key: str, good: list[Any], bad: list[Any]) -> None:
     for value in good:
         assert getattr(body(**{key: value}), key) is not None
