@@ -11,6 +11,7 @@ keeper      renews leases (queue/keeper.py)
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import secrets
@@ -19,6 +20,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
+import redis
 import structlog
 
 from tokenmill.protocol.connection import redact
@@ -186,6 +188,8 @@ class Worker:
                 return Stop(Exit.OK)
             pause = min(2 * pause, LAST_PAUSE_SECONDS)
         self._contact.ok()
+        with contextlib.suppress(redis.RedisError):  # the keeper tries again at each beat
+            self._returner.keep_alive()
         self._threads.spawn("keeper", keeper.run)
         return None
 
