@@ -207,9 +207,8 @@ def attempt(turn: Callable[[], Any]) -> None:
 def test_with_lost_replies_and_takeovers_each_id_still_gets_one_right_result(
     queue: Queue, seeds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "worker.queue.gate.RETRY_SECONDS", 0.002
-    )  # turns take no time here, so pauses would take them all
+    for module in ("gate", "starter"):  # turns take no time here, so pauses would take them all
+        monkeypatch.setattr(f"worker.queue.{module}.RETRY_SECONDS", 0.002)
     pair = [Parts(queue, make_engine(num_blocks=24, max_num_seqs=4, max_num_batched_tokens=8)[0], n) for n in "ab"]
     for seed in range(seeds // 4):
         rng = Shaky.rng = random.Random(seed)
