@@ -78,8 +78,10 @@ def test_when_a_thread_dies_that_computes_nothing_no_job_is_to_blame(queue: Queu
     job = queue.add({"prompt": "x", "max_tokens": 200})
     for _ in range(4):
         with structlog.testing.capture_logs():
-            worker = Inside(queue, FakeEngine(step_seconds=0.02), lease_seconds="1").start()
-            eventually(lambda: queue.client.hget(queue.keys.job(job), "state") == b"running")
+            engine = FakeEngine(step_seconds=0.02)
+            worker = Inside(queue, engine, lease_seconds="1").start()
+            # Its START is over then, so the thread of the engine does not call `held` any more.
+            eventually(lambda: engine.computed)  # noqa: B023
 
             def bug(*args: object) -> None:
                 raise KeyError("a bug")
