@@ -8,14 +8,17 @@ TORCH_INDEX ?=
 WORKLOAD ?= mixed
 SEED ?= 1
 MINUTES ?= 5
+# Processes that run tests. One more than the cores that CI has: a good third of the suite waits, for leases to run out and
+# processes to end.
+JOBS ?= 3
 ARGS ?=
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP   := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
-# Two threads are enough for models of this size; passive ones, because tests run next to servers and workers and spinning
-# threads would take their cores.
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# One thread is enough for models of this size; a passive one, because tests run next to servers and workers, and spinning
+# threads would take their cores. A file's tests stay in one process, which sets up its models and servers once.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-fast test-all chaos lint format bench clean
@@ -42,7 +45,7 @@ demo: $(STAMP) ## a dozen chat prompts through an embedded Redis and a real work
 
 test: lint test-fast ## lint and the test suite (under 15 minutes on 2 cores)
 
-test-fast: $(STAMP) ## the test suite without lint; ARGS go to pytest
+test-fast: $(STAMP) ## the test suite without lint, in JOBS=3 processes; ARGS go to pytest
 	$(PYTEST) -m 'not slow' $(ARGS)
 
 test-all: lint ## lint and every test, the slow ones too

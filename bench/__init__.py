@@ -2,4 +2,4 @@
 
 from worker.loading import calm_threads
 
-calm_threads()  # what is measured here waits as the worker does
+calm_threads()  # so that threads wait for work as in the worker

@@ -1,4 +1,4 @@
-"""`python -m bench`: one command for each measured claim."""
+"""`python -m bench`: a command for each claim that is measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from worker.cli import settings_from
 from worker.loading import load
 from worker.loop import EngineLike
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="The measured claims of tokenmill.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Measure the claims of tokenmill.")
 
 
 @app.command()
@@ -35,7 +35,7 @@ def engine(
     workload: Annotated[str, typer.Option(help=" | ".join(WORKLOADS))] = "mixed",
     only: Annotated[str | None, typer.Option(help="offline | redis. Default: both in turn, and their ratio.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Measured runs of each kind; they alternate.")] = 1,
-    readers: Annotated[bool, typer.Option(help="Read all token streams while they grow, and time them there.")] = False,
+    readers: Annotated[bool, typer.Option(help="Read the token events of all jobs, and time them there.")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N requests of the workload.")] = None,
     model: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "smollm2-135m",
     dtype: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "auto",
@@ -76,38 +76,38 @@ def engine(
 
 @app.command()
 def scheduler() -> None:
-    """CPU time of schedule + commit a step, over the number of running and waiting sequences."""
+    """CPU time of schedule + commit per step, by the number of running and waiting sequences."""
     scheduler_bench.report()
 
 
 @app.command()
 def pressure(
-    requests: Annotated[int, typer.Option(min=4, help="How many.")] = 96,
+    requests: Annotated[int, typer.Option(min=4, help="Number of requests.")] = 96,
     rounds: Annotated[int, typer.Option(min=1, help="Measured runs of each setting; they alternate.")] = 1,
     model: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "smollm2-135m",
     dtype: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "auto",
 ) -> None:
-    """A workload that wants three times the KV pool: swap, recompute, no limit, and a forecast that is always right."""
+    """A workload that needs three times the KV pool: swap, recompute, a larger pool, and exact predictions."""
     pressure_bench.report(model, dtype, requests, rounds)
 
 
 @app.command()
 def publish(
     streams: Annotated[int, typer.Option(min=1, help="Jobs running at once.")] = 256,
-    rate: Annotated[float, typer.Option(min=1, help="Steps a second.")] = 100.0,
+    rate: Annotated[float, typer.Option(min=1, help="Steps per second.")] = 100.0,
     seconds: Annotated[float, typer.Option(min=1, help="Length of each of the two runs.")] = 10.0,
 ) -> None:
-    """CPU of the worker for a token event through a real Redis, and what the engine's steps feel of it."""
+    """CPU time of the worker per token event through a real Redis, and the delay of the engine's steps."""
     raise typer.Exit(0 if publish_bench.report(streams, rate, seconds) else 1)
 
 
 @app.command()
 def quality(
     windows: Annotated[int, typer.Option(min=1, help="Pieces of text.")] = 16,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 512,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of each piece.")] = 512,
     model: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "smollm2-135m",
 ) -> None:
-    """Perplexity of fp32, bf16 and int8 on the same text, and how far the latter two are from the first."""
+    """Perplexity of fp32, bf16 and int8 on the same text, and the distance of bf16 and int8 from fp32."""
     quality_bench.report(model, windows, length)
 
 
@@ -116,16 +116,16 @@ def startup(
     model: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "smollm2-135m",
     rounds: Annotated[int, typer.Option(min=1, help="Measured runs of each kind; they alternate.")] = 3,
 ) -> None:
-    """CPU time until a worker is ready, beside that of `import torch`."""
+    """CPU time until a worker is ready, and of `import torch`."""
     startup_bench.report(model, rounds)
 
 
 @app.command()
 def growth(
-    folder: Annotated[Path, typer.Option(help="Where the pictures go.")] = Path("docs/images"),
+    folder: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("docs/images"),
     model: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "smollm2-135m",
 ) -> None:
-    """Decode speed and step overhead over running sequences, context and waiting jobs, as tables and pictures."""
+    """Decode speed and step overhead by running sequences, context and waiting jobs, as tables and pictures."""
     growth_bench.report(model, folder)
 
 
@@ -133,14 +133,14 @@ def growth(
 def attention(
     dtype: Annotated[str, typer.Option(help="bfloat16 | float32")] = "bfloat16",
     rounds: Annotated[int, typer.Option(min=1, help="Measured runs; their median counts.")] = 3,
-    only: Annotated[str, typer.Option(help="Only cases whose name holds this.")] = "",
-    reference: Annotated[bool, typer.Option(help="Run the reference backend in turn, and give the ratio.")] = True,
+    only: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
+    reference: Annotated[bool, typer.Option(help="Run the reference backend, too, and print the ratio.")] = True,
 ) -> None:
-    """Paged attention by itself, against this machine's bandwidth and peak."""
+    """Paged attention alone, against the memory bandwidth and the peak FLOP rate of this machine."""
     kinds = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     if dtype not in kinds:
         raise typer.BadParameter(f"--dtype is bfloat16 or float32, not {dtype!r}")
-    print(f"{_machine()}; {native.instruction_set()}; {dtype}")
+    print(f"{_machine()}; {_instruction_set()}; {dtype}")
     print(attention_bench.HEADER)
     backends = ("cpu", "reference") if reference else ("cpu",)
     for case in attention_bench.cases():
@@ -150,7 +150,7 @@ def attention(
 
 
 def _engine(options: dict[str, str]) -> EngineLike:
-    """The engine exactly as the worker would build it, after one small request."""
+    """Build the engine as a worker does, and run one small request."""
     built = load(settings_from(options)).engine
     offline.run(built, [Item((7,) * 20, 4)], "warm-up")
     return built
@@ -160,8 +160,14 @@ def _command_line(options: dict[str, str]) -> list[str]:
     return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
 
 
+def _instruction_set() -> str:
+    """Return the instruction set that the compiled kernels use on this CPU; `none` without compiled kernels."""
+    library, names = native.library(), native.INSTRUCTION_SETS
+    return names[library.tm_choose(len(names))] if library is not None else names[0]
+
+
 def _machine() -> str:
-    """What the numbers were taken on."""
+    """Describe the machine and the libraries."""
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Paged attention by itself: decode against the time to read K and V once, prefill against the peak of matrix products.
+"""Measures paged attention alone: decode against the time to read K and V once, prefill against the peak FLOP rate.
 
 Bandwidth and peak are measured before and after each case, so that they see the same machine. FLOP are 4 * head_dim for
 each pair of query and key that is not masked.
@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.attention import AttentionBackend, AttentionBatch, CacheSpec, get_backend
+from kernels.attention import get_backend
+from kernels.attention.base import AttentionBackend, AttentionBatch, CacheSpec
 from kernels.linear import Linear
 
 _BLOCK = 16
 _POOL_BYTES = 1 << 30
-"""Layers are added up to this size, so that no layer finds its K and V in a cache."""
+"""Bytes of K and V over all layers: so many layers that none finds its K and V in a cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Sequences of these lengths, of which the last `queries` tokens are computed."""
+    """One batch: sequences with these lengths, of each of which the last `queries` tokens are computed."""
 
     name: str
     lengths: tuple[int, ...]
@@ -36,12 +37,12 @@ class Case:
     head_dim: int
 
     def flop(self) -> int:
-        """Of one layer."""
+        """Floating-point operations of one layer."""
         pairs = sum(sum(range(n - self.queries + 1, n + 1)) for n in self.lengths)
         return 4 * self.head_dim * self.heads * pairs
 
     def kv_bytes(self, dtype: torch.dtype) -> int:
-        """K and V of one layer, each read once."""
+        """Bytes of K and V of one layer."""
         return sum(self.lengths) * 2 * self.kv_heads * self.head_dim * dtype.itemsize
 
 
@@ -50,7 +51,7 @@ SHAPES = {"135M": (9, 3, 64), "1B": (32, 8, 64), "8B": (32, 8, 128), "MHA": (16,
 
 
 def cases() -> Iterator[Case]:
-    """Decode and prefill of several model shapes."""
+    """Return cases of decode and prefill for several model shapes."""
     rng = random.Random(0)
     spread = tuple(rng.randint(256, 2048) for _ in range(128))
     for name, shape in SHAPES.items():
@@ -70,15 +71,15 @@ class Measured:
 
     case: Case
     seconds: dict[str, float]
-    """By backend."""
+    """Backend → seconds."""
     bandwidth: float
-    """Bytes a second of reading memory, just before and after."""
+    """Bytes per second of reading memory, measured just before and after."""
     peak: float
-    """FLOP a second of a large matrix product, just before and after."""
+    """FLOP per second of a matrix product, measured just before and after."""
 
 
 def measure(case: Case, dtype: torch.dtype, backends: tuple[str, ...], rounds: int) -> Measured:
-    """Runs the backends in turn."""
+    """Measure the backends on a case, in turns."""
     machine = [(bandwidth(), peak(dtype))]
     runs = {name: _layers(case, dtype, name) for name in backends}
     seconds: dict[str, list[float]] = {name: [] for name in backends}
@@ -95,7 +96,7 @@ def measure(case: Case, dtype: torch.dtype, backends: tuple[str, ...], rounds: i
 
 
 def _layers(case: Case, dtype: torch.dtype, name: str) -> Callable[[], float]:
-    """A run over enough layers; gives the seconds of one."""
+    """Return a function that runs all layers and returns the seconds of one."""
     blocks = [-(-n // _BLOCK) for n in case.lengths]
     layer_bytes = sum(blocks) * _BLOCK * 2 * case.kv_heads * case.head_dim * dtype.itemsize
     layers = max(1, min(30, _POOL_BYTES // layer_bytes))
@@ -122,7 +123,7 @@ def _attend(backend: AttentionBackend, layer: int, q: Tensor, batch: AttentionBa
 
 
 def _batch(case: Case, blocks: list[int]) -> AttentionBatch:
-    """Block tables as they are after a while: in no order."""
+    """Return block tables in random order, as after some time of use."""
     order = list(range(sum(blocks)))
     random.Random(0).shuffle(order)
     tables = [tuple(order.pop() for _ in range(count)) for count in blocks]
@@ -136,7 +137,7 @@ def _batch(case: Case, blocks: list[int]) -> AttentionBatch:
 
 
 def bandwidth(size: int = 256 << 20) -> float:
-    """Bytes a second that all threads read from memory together: the best of five sums, on huge pages."""
+    """Measure the bytes per second that all threads together read from memory: the best of five, on huge pages."""
     values = torch.empty(size // 8, dtype=torch.int64)
     if (library := native.library()) is not None:
         library.tm_huge_pages(values.data_ptr(), size)
@@ -145,7 +146,7 @@ def bandwidth(size: int = 256 << 20) -> float:
 
 
 def peak(dtype: torch.dtype) -> float:
-    """FLOP a second of a matrix product that fits the caches: the best of ten."""
+    """Measure the FLOP per second of a matrix product that fits into the caches: the best of ten."""
     rows, size = 512, 1024
     linear = Linear(torch.randn(size, size).to(dtype))
     x = torch.randn(rows, size).to(dtype)
@@ -162,7 +163,7 @@ HEADER = f"{'case':<30} {'ms':>9} {'GFLOP/s':>8} {'of peak':>8} {'GB/s':>6} {'/ 
 
 
 def line(found: Measured, dtype: torch.dtype, name: str = "cpu") -> str:
-    """One case: `of peak` is for prefill; `/ read` is the time over that of reading K and V once, for decode."""
+    """Format a case as a line: prefill with `of peak`, decode with `/ read`, its time over that of reading K and V."""
     case, seconds = found.case, found.seconds[name]
     flops, rate = case.flop() / seconds, case.kv_bytes(dtype) / seconds
     other = f"{found.seconds['reference'] / seconds:.1f}" if "reference" in found.seconds else "-"

@@ -1,7 +1,7 @@
-"""Backends, engine and throughput on this machine's GPU, as one table; `bench/gpu_check.sh` runs it.
+"""Checks backends, engine and throughput on the GPU of this machine, as one table; `bench/gpu_check.sh` runs it.
 
-Every part is tried by itself: a package, a model or a GPU that is missing makes a row `skipped`, which says why. Only
-torch is needed for the first part, so nothing else is imported at the top.
+Each check is independent: if a package, a model or the GPU is missing, its row is `skipped`, with the reason. The first
+checks need only torch, so nothing else is imported at the top.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.attention import CacheSpec, backend_names
+from kernels.attention import backend_names
+from kernels.attention.base import CacheSpec
 
 if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.models.loading import LoadedModel
 
 _SECONDS = 230
-"""No check begins after this."""
+"""Seconds after which no check begins."""
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _TANH = 2.0**-11
 """Relative error of the GPU's own tanh (PTX ISA, `tanh.approx.f32`), which flash-attn uses for soft-caps."""
@@ -36,7 +37,7 @@ _OURS = ("bench", "engine", "kernels", "tests", "worker", "producer")
 
 
 class Skip(Exception):
-    """This check cannot run here; the message says why."""
+    """A check cannot run here; the message says why."""
 
 
 class Table:
@@ -48,7 +49,7 @@ class Table:
         self.done = 0
 
     def run(self, part: str, what: str, check: Callable[[], str]) -> None:
-        """`check` returns what is worth saying, and raises `Skip`, or anything else where it fails."""
+        """Run a check and print its row. `check` returns a text, raises `Skip`, or raises anything else if it fails."""
         begun = time.monotonic()
         try:
             if begun - self.start > _SECONDS:
@@ -76,7 +77,7 @@ _SHAPES = ((9, 3, 64), (8, 8, 128), (4, 1, 80), (2, 1, 256))
 
 
 def attention(name: str, dtype: str, device: torch.device, shapes: tuple[tuple[int, int, int], ...]) -> str:
-    """Mixed batches and decodes against an oracle in fp64, on a pool full of NaN, within what rounding can do."""
+    """Compare mixed batches and decodes, on a pool full of NaN, with an oracle in fp64, within rounding errors."""
     worst = 0.0
     for heads, kv_heads, dim in shapes:
         for error in _errors(name, CacheSpec(2, kv_heads, dim, 0, _DTYPES[dtype], device), heads):
@@ -113,7 +114,7 @@ def _errors(name: str, spec: CacheSpec, heads: int) -> Iterator[float]:
 
 
 def build(path: str, device: str, dtype: str, name: str, **limits: Any) -> tuple[Engine, LoadedModel]:
-    """An engine with a pool of `_POOL_BYTES`, over the attention backend `name`."""
+    """Build an engine with a pool of `_POOL_BYTES` over the attention backend `name`."""
     from engine.build import CacheOptions, build_engine
     from engine.config import EngineConfig, ModelOptions
 
@@ -126,7 +127,7 @@ def build(path: str, device: str, dtype: str, name: str, **limits: Any) -> tuple
 
 
 def generate(engine: Engine, prompts: list[list[int]], count: int) -> tuple[list[list[int]], float]:
-    """Greedy ids of each prompt, EOS ignored, and the seconds that all took together."""
+    """Return the greedy ids of each prompt, EOS ignored, and the seconds of all prompts together."""
     from engine.request import Request, SamplingParams
 
     params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
@@ -143,9 +144,9 @@ def generate(engine: Engine, prompts: list[list[int]], count: int) -> tuple[list
 
 
 def parity(make: Callable[[], tuple[str, Any]], device: str, dtype: str, prompts: list[list[int]], count: int) -> str:
-    """Greedy ids equal those of transformers in fp32, but where its two highest logits are closer than rounding.
+    """Compare greedy ids with those of transformers in fp32, except where rounding may swap its two highest logits.
 
-    How much rounding moves logits is measured over the reference backend, which `attention` has checked by itself.
+    The reference backend, which `attention` checks, shows how much rounding changes logits.
     """
     from tests.models.driver import Driver
     from tests.models.reference import near_ties
@@ -183,11 +184,11 @@ _TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma2": ("gemma2", {**_LONG, "head_dim": 32, "sliding_window": 6}),
 }
-"""Random models of a few thousand parameters: family and config."""
+"""Name → family and config of random models with a few thousand parameters."""
 
 
 def tiny_model(folder: Path, name: str) -> tuple[str, Any]:
-    """Where it was written, and transformers' own of it."""
+    """Write a random model; return its path and the model of transformers."""
     from tests.models.reference import Reference
     from tests.models.tiny import build as write
 
@@ -199,7 +200,7 @@ def tiny_model(folder: Path, name: str) -> tuple[str, Any]:
 
 
 def demo_file() -> Path:
-    """The file of the demo model."""
+    """Return the file of the demo model; skip if it is not installed."""
     from engine.models import files
     from engine.models.weights import LoadError
 
@@ -210,7 +211,7 @@ def demo_file() -> Path:
 
 
 def demo_model() -> tuple[str, Any]:
-    """The demo model, and transformers' own reading of its file."""
+    """Return the name of the demo model and the model that transformers reads from its file."""
     from tests.models.reference import Reference
 
     return _DEMO, Reference.of_gguf(demo_file())
@@ -220,7 +221,7 @@ def demo_model() -> tuple[str, Any]:
 
 
 def throughput(path: Callable[[], str], device: str, name: str, requests: int, tokens: int) -> str:
-    """Output tokens a second of `requests` prompts of 256 tokens, after a warm-up of a few tokens."""
+    """Measure the output tokens per second of `requests` prompts of 256 tokens, after a warm-up."""
     engine, loaded = build(path(), device, "auto", name)
     prompts = [[8 + (7 * i + 13 * j) % 250 for j in range(256)] for i in range(requests)]
     generate(engine, prompts, 2)
@@ -232,7 +233,7 @@ def throughput(path: Callable[[], str], device: str, name: str, requests: int, t
 
 
 def random_135m(folder: Path) -> str:
-    """A random model of the demo model's shape, but for its vocabulary."""
+    """Write a random model of the shape of the demo model, with another vocabulary; return its path."""
     from tests.models.tiny import build as write
 
     path = folder / "135m"
@@ -248,7 +249,7 @@ def random_135m(folder: Path) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """0 where no check failed."""
+    """Run all checks; return 0 if none failed, else 1."""
     parser = argparse.ArgumentParser(prog="bench/gpu_check.sh", description="Checks tokenmill on this machine's GPU.")
     parser.add_argument("--cpu", action="store_true", help="the reduced form, on the CPU")
     reduced = parser.parse_args(arguments).cpu or not torch.cuda.is_available()
@@ -268,7 +269,7 @@ def main(arguments: list[str]) -> int:
 
 
 def check_all(table: Table, device: str, folder: Path, reduced: bool) -> None:
-    """Every check of the full or the reduced form."""
+    """Run each check of the full or the reduced form."""
     for name in backend_names():
         if device == "cuda" and name == "cpu":
             continue
@@ -308,7 +309,7 @@ def _device_name(device: str) -> str:
 
 
 def _quiet() -> None:
-    """The table alone, and errors."""
+    """Log errors only, so that the output is the table."""
     logging.basicConfig(level=logging.ERROR)
     try:
         import structlog

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Does tokenmill work on this machine's GPU, and how fast? One table, at most 5 minutes, nothing is downloaded.
+# Checks that tokenmill works on the GPU of this machine, and how fast: one table, at most 5 minutes, no downloads.
 #
 #     bench/gpu_check.sh [--cpu]
 #
-# Exit status 1 where a check fails. What cannot run here is a row "skipped" that says why. Without a GPU, or with --cpu, a
-# reduced form runs on the CPU. PYTHON names the interpreter (default: .venv/bin/python if there, else python3). Wheels in
-# .wheels/ are unpacked to a temporary folder first, for machines that lack a package and reach no index.
+# Exit status 1 if a check fails. A check that cannot run here is a row "skipped" with the reason. Without a GPU, or with
+# --cpu, a reduced form runs on the CPU. PYTHON names the interpreter (default: .venv/bin/python if it exists, else
+# python3). Wheels in .wheels/ are unpacked to a temporary folder, for machines without a package and without an index.
 set -eu
 cd "$(dirname "$0")/.."
 if [ -z "${PYTHON:-}" ]; then

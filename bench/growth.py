@@ -1,4 +1,4 @@
-"""How cost grows: decode steps over the number of running sequences, the context and the number of waiting jobs."""
+"""Measures how decode steps slow down with running sequences, context length and waiting jobs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8000)
 _WAITING = (0, 100, 1_000, 10_000, 100_000)
 _STEPS = 12
 _OUTPUT = 64
-"""Tokens that each may generate: those that are prefilled first decode while others still are."""
+"""`max_tokens` of each sequence: the first ones decode while later ones are prefilled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class Point:
 
     x: int
     rate: float
-    """Tokens a second."""
+    """Tokens per second."""
     overhead: float
-    """Milliseconds of a step outside the model's forward: plan, arrays, sampling, text, commit."""
+    """Milliseconds of a step outside of the forward pass: plan, arrays, sampling, text, commit."""
     step: float
     """Milliseconds of the whole step."""
 
@@ -58,8 +58,8 @@ def report(model: str, folder: Path) -> None:
 
 
 def draw(series: Series, file: Path) -> None:
-    """One picture: tokens a second on the left axis, milliseconds outside the forward on the right."""
-    from matplotlib.figure import Figure  # of the extra `dev`: only who draws needs it
+    """Draw tokens per second (left axis) and milliseconds outside of the forward pass (right axis)."""
+    from matplotlib.figure import Figure  # part of the extra `dev`
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     left: Any = figure.subplots()
@@ -90,7 +90,7 @@ def _measure(model: str) -> Iterator[Series]:
 
 
 class Bench:
-    """An engine whose forward is timed."""
+    """An engine whose forward pass is timed."""
 
     def __init__(self, model: str, max_num_seqs: int, context: int = max(_CONTEXTS)) -> None:
         config = EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=4096, prefix_caching=False)
@@ -102,7 +102,7 @@ class Bench:
         self.model = runner.model = _Timed(runner.model)
 
     def point(self, x: int, *, count: int, prompt: int, waiting: int = 0) -> Point:
-        """Decode-only steps of `count` sequences after `prompt` tokens each, while `waiting` more wait."""
+        """Measure decode-only steps of `count` sequences after `prompt` tokens each, while `waiting` others wait."""
         source = random.Random(0)
         names = [str(number) for number in range(count + waiting)]
         for name in names:
@@ -125,14 +125,14 @@ class Bench:
 
 
 class _Timed:
-    """A model that adds up the time of its forwards."""
+    """A model that adds up the time of its forward passes."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self.vocab_size = model.vocab_size
         self.seconds = 0.0
         self.rows = 0
-        """Tokens of the last batch."""
+        """Number of tokens of the last batch."""
 
     def forward(self, batch: Batch) -> Tensor:
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Times of one run over a workload, and how they are put into words."""
+"""Measurements of one run over a workload, and their text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank percentile; `share` in (0, 1]. NaN of nothing."""
+    """Return the nearest-rank percentile, `share` in (0, 1]; NaN if there are no values."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
@@ -17,7 +17,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 @dataclass
 class Run:
-    """What one run gave; all times in seconds."""
+    """Measurements of one run; all times in seconds."""
 
     name: str
     requests: int
@@ -25,35 +25,35 @@ class Run:
     output_tokens: int
     seconds: float
     first_token: list[float] = field(default_factory=list)
-    """One a request: from its submission to its first token."""
+    """For each request, the time from its submission to its first token."""
     inter_token: list[float] = field(default_factory=list)
-    """Gaps between successive tokens of a request. Where only the ends of a request are known, its mean gap."""
+    """Times between successive tokens of a request; for a request with known ends only, their mean."""
     gaps: str = "each"
-    """`each` gap or the `mean` of a request: what `inter_token` holds."""
+    """Content of `inter_token`: `each` gap, or the `mean` of each request."""
     note: str = ""
     cpu: dict[str, float] = field(default_factory=dict)
-    """Seconds of CPU, by whom."""
+    """Process → CPU seconds."""
 
     @property
     def output_rate(self) -> float:
-        """Output tokens a second over the whole run."""
+        """Output tokens per second over the whole run."""
         return self.output_tokens / self.seconds
 
     @property
     def total_rate(self) -> float:
-        """Prompt and output tokens a second over the whole run."""
+        """Prompt and output tokens per second over the whole run."""
         return (self.output_tokens + self.prompt_tokens) / self.seconds
 
 
 def spread(values: Sequence[float]) -> str:
-    """p50/p90/p99 in milliseconds."""
+    """Return p50/p90/p99 in milliseconds, as text."""
     if not values:
         return "-"
     return " / ".join(f"{percentile(values, share) * 1000:.0f}" for share in (0.5, 0.9, 0.99))
 
 
 def line(run: Run) -> str:
-    """One run as one line."""
+    """Return a run as one line of text."""
     asked = f"{run.requests} requests, in {run.prompt_tokens}, out {run.output_tokens}"
     rates = f"{run.seconds:.1f} s, {run.output_rate:.1f} out tok/s, {run.total_rate:.1f} total tok/s"
     latency = (
@@ -65,5 +65,5 @@ def line(run: Run) -> str:
 
 
 def ratio(queued: Sequence[Run], direct: Sequence[Run]) -> float:
-    """Output rate through Redis over the offline one: medians over the rounds, which alternate."""
+    """Return the median output rate through Redis over the median offline rate."""
     return statistics.median(r.output_rate for r in queued) / statistics.median(r.output_rate for r in direct)

@@ -1,4 +1,4 @@
-"""A workload straight into the engine: no queue, no threads, no network."""
+"""Runs a workload by calling the engine: no queue, no threads, no network."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from worker.loop import EngineLike
 
 
 def run(engine: EngineLike, items: list[Item], salt: str) -> Run:
-    """Add all items at once and step until the engine is idle; tokens are timed when their step returns.
+    """Add all items at once and step until the engine is idle; a token is timed when its step returns.
 
     Args:
-        salt: Keeps the prefix cache of one round out of the next.
+        engine: an idle engine.
+        items: the workload.
+        salt: the cache salt; another one for each round, so that no round finds prefixes of an earlier one.
     """
     start = time.monotonic()
     last: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Throughput when the KV pool is a third of what the workload wants: swap, recompute, a perfect forecast."""
+"""Measures throughput with a KV pool of a third of what the workload needs: swap, recompute, exact predictions."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from engine.scheduling.policy import Ints, OutputLengths
 
 
 class Oracle(OutputLengths):
-    """Knows how long each output will be: the limit that it is given is the truth."""
+    """Predicts the exact length of each output, which is its limit here."""
 
     def remaining(self, done: Ints, limits: Ints) -> Ints:
         return limits - done
 
 
 class Script:
-    """A runner that ends each output where the workload says, with the id that a model would end it with."""
+    """A runner that ends each output at the length in the workload, with an end-of-text id."""
 
     def __init__(self, runner: Runner, eos: int) -> None:
         self._runner = runner
@@ -46,11 +46,11 @@ class Script:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run the same work."""
+    """One configuration that runs the workload."""
 
     name: str
     share: float | None
-    """Size of the pool, as a share of what all requests together want at the same time; None: room for all limits."""
+    """Size of the pool as a share of what all requests together need; None: room for all of them at their limits."""
     swap_bytes: int = 0
     oracle: bool = False
 
@@ -64,7 +64,7 @@ SETTINGS = (
 
 
 def workload(count: int, seed: int = 0) -> list[tuple[list[int], int]]:
-    """(prompt ids, output length): lengths that vary widely, so that a forecast matters."""
+    """Return (prompt ids, output length) of each request; lengths vary widely, so that predictions matter."""
     draw = random.Random(seed)
     return [
         (
@@ -76,7 +76,7 @@ def workload(count: int, seed: int = 0) -> list[tuple[list[int], int]]:
 
 
 def run(engine: Engine, script: Script, work: list[tuple[list[int], int]], salt: str, oracle: bool) -> float:
-    """Seconds to serve everything; the engine is told a limit of 256 unless it has the oracle."""
+    """Return the seconds to serve all requests; `max_tokens` is 256, or with the oracle the output length."""
     for number, (prompt, output) in enumerate(work):
         limit = output if oracle else 256
         engine.add(Request(str(number), prompt, SamplingParams(limit, temperature=0.0), cache_salt=salt))
@@ -88,7 +88,7 @@ def run(engine: Engine, script: Script, work: list[tuple[list[int], int]], salt:
 
 
 def report(model: str, dtype: str, count: int, rounds: int) -> None:
-    """Medians over alternating rounds, and their share of the oracle's."""
+    """Print medians over alternating rounds, and their share of the median with the oracle."""
     work = workload(count)
     size = 16
     wanted = sum(-(-(len(prompt) + output) // size) for prompt, output in work)

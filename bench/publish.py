@@ -1,6 +1,6 @@
-"""What publishing costs: a whole worker over a real Redis, with an engine that only keeps time.
+"""Measures the cost of publishing: a whole worker over a real Redis, with an engine that computes nothing.
 
-Two runs alike but for one thing: in the second the engine keeps its tokens to itself. The difference in the process'
+Of two equal runs, one publishes no tokens. The difference in the process'
 CPU time, over the token events, is the cost of publishing one; the difference between the steps' gaps is what the
 engine feels of it.
 """
@@ -26,14 +26,14 @@ BUDGET_GAP_MS = 1.0
 
 
 class Paced(FakeEngine):
-    """A token a step for each job, at a fixed rate."""
+    """An engine that emits a token per step for each job, at a fixed rate."""
 
     def __init__(self, streams: int, rate: float, publish: bool) -> None:
         super().__init__(max_num_seqs=streams, capacity=1 << 30)
         self.period = 1 / rate
         self.publish = publish
         self.begun: list[float] = []
-        """When each step was ready to go on, `time.perf_counter()`."""
+        """Time at which each step could begin, `time.perf_counter()`."""
         self._next = time.perf_counter()
 
     def step(self) -> StepOutput:
@@ -43,16 +43,16 @@ class Paced(FakeEngine):
         output = super().step()
         self.computed.clear()
         for live in self._live.values():
-            del live.tokens[0][:-1]  # the books of a long run would cost more than what is measured
+            del live.tokens[0][:-1]  # keeping all tokens of a long run would cost more than publishing
         return output if self.publish else StepOutput((), output.finished)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One run."""
+    """Measurements of one run."""
 
     cpu: float
-    """Seconds of the process over the window."""
+    """CPU seconds of the process in the measured window."""
     events: int
     gaps: list[float]
     """Seconds between steps, sorted."""
@@ -63,7 +63,7 @@ class Measured:
 
 
 def run(url: str, streams: int, rate: float, seconds: float, publish: bool) -> Measured:
-    """Start everything, let it settle, measure a window of `seconds`."""
+    """Start server, worker and jobs, wait until all run, and measure for `seconds`."""
     client = command_client(url)
     queue = Queue(client, url, Keys(f"publish-{int(publish)}-{time.time_ns()}"))
     engine = Paced(streams, rate, publish)
@@ -86,7 +86,7 @@ def run(url: str, streams: int, rate: float, seconds: float, publish: bool) -> M
 
 
 def report(streams: int, rate: float, seconds: float) -> bool:
-    """Measure and print; whether both budgets are kept."""
+    """Measure and print; return whether both limits are kept."""
     settle_heap()
     with tempfile.TemporaryDirectory() as folder, running_redis(Path(folder)) as server:
         quiet = run(server.url, streams, rate, seconds, publish=False)

@@ -1,4 +1,4 @@
-"""What int8 costs in quality: the next-token distributions of fp32, bf16 and int8 over the same text."""
+"""Measures the loss of quality by int8: next-token distributions of fp32, bf16 and int8 over the same text."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.config import ModelOptions
 from engine.models.loading import LoadedModel, load_model
-from kernels.attention import AttentionBatch, get_backend
+from kernels.attention import get_backend
+from kernels.attention.base import AttentionBatch
 
 _BLOCK = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """A variant against the fp32 model, over all positions."""
+    """Distance of a variant from the fp32 model, over all positions."""
 
     name: str
     perplexity: float
     divergence: float
-    """Mean Kullback-Leibler divergence from fp32 to the variant, in nats a token."""
+    """Mean Kullback-Leibler divergence from fp32 to the variant, in nats per token."""
     agreement: float
-    """Share of positions where both hold the same token for the likeliest."""
+    """Share of positions at which both have the same most likely token."""
 
 
 def report(model: str, windows: int, length: int) -> list[Distance]:
-    """Measure each variant on `windows` pieces of `length` tokens of the language reference that comes with Python."""
+    """Measure each variant on `windows` pieces, of `length` tokens each, of the language reference in Python."""
     variants = {
         "fp32": ModelOptions(model, dtype="float32", backend="fused"),
         "bf16": ModelOptions(model, dtype="bfloat16", backend="fused"),
@@ -58,7 +59,7 @@ def report(model: str, windows: int, length: int) -> list[Distance]:
 
 
 def _compare(right: Tensor, other: Tensor, piece: list[int]) -> Tensor:
-    """Sums over the piece's tokens but the first: loss of `other`, its divergence, equal likeliest tokens."""
+    """Return sums over all tokens but the first: loss and divergence of `other`, number of equal most likely tokens."""
     following = torch.tensor(piece[1:])
     loss = -other[:-1].gather(1, following[:, None]).sum()
     divergence = (right[:-1].exp() * (right[:-1] - other[:-1])).sum()
@@ -67,7 +68,7 @@ def _compare(right: Tensor, other: Tensor, piece: list[int]) -> Tensor:
 
 
 def _logprobs(loaded: LoadedModel, piece: list[int]) -> Tensor:
-    """fp32 `[tokens, vocab]`, of a fresh sequence."""
+    """Return the log-probabilities of a new sequence, fp32 `[tokens, vocab]`."""
     backend = get_backend("auto", loaded.cache_spec(_BLOCK))
     blocks = -(-len(piece) // _BLOCK)
     backend.bind(torch.empty((blocks, backend.block_bytes), dtype=torch.uint8))

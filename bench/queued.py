@@ -1,4 +1,4 @@
-"""A workload through Redis: a real server, a real worker process, and this process as the producer."""
+"""Runs a workload through Redis: a real server, a real worker process, and this process as the producer."""
 
 from __future__ import annotations
 
@@ -28,31 +28,35 @@ from tokenmill.protocol.result import Result, Status
 from worker.demo.child import WorkerProcess, worker_process
 
 QUEUE = "bench"
-POLL = 0.1
-"""Seconds between two looks at the lane's length: often enough for a run of half a minute, and no load of its own."""
+POLL_SECONDS = 0.1
+"""Seconds between two polls of the length of the lane: precise enough for a run of 30 s, and negligible load."""
 
 
 class BenchError(RuntimeError):
-    """A run that proves nothing; the message says why."""
+    """A run that is not valid; the message says why."""
 
 
 @dataclass
 class Stack:
-    """A server and a worker that has answered its first job."""
+    """A Redis server and a worker that has finished its first job."""
 
     client: redis.Redis
     reader: redis.Redis
     worker: WorkerProcess
     keys: Keys
     port: int
-    """Of the worker's metrics."""
+    """Port of the worker's metrics."""
 
     def run(self, items: list[Item], salt: str, readers: bool) -> Run:
-        """Enqueue all items at once and wait until the last one has its result.
+        """Enqueue all items at once and wait for the last result.
 
         Args:
-            salt: Keeps the prefix cache of one round out of the next.
-            readers: Whether this process reads all streams while they grow.
+            items: the workload.
+            salt: the cache salt; another one for each round, so that no round finds prefixes of an earlier one.
+            readers: read the token events of all jobs while they are published.
+
+        Raises:
+            BenchError: a job failed or has no result, or the time limit passed.
         """
         ids = [uuid.uuid4().hex for _ in items]
         before = self._cpu()
@@ -71,20 +75,20 @@ class Stack:
         )
         run.cpu = {name: spent - before[name] for name, spent in self._cpu().items()}
         if readers:
-            _seen_by_readers(run, start, arrivals)
+            _add_times_of_events(run, start, arrivals)
         else:
-            _told_by_results(run, results)
+            _add_times_of_results(run, results)
         return run
 
     def answers(self) -> bool:
-        """Whether the worker serves its metrics already."""
+        """Return whether the worker serves its metrics."""
         self.worker.check()
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
             return True
         return False
 
     def _cpu(self) -> dict[str, float]:
-        """Seconds of CPU that were taken so far, by whom."""
+        """Return process → CPU seconds so far."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as reply:
             families = list(text_string_to_metric_families(reply.read().decode()))
         threads = {
@@ -117,16 +121,20 @@ class Stack:
         pipe.execute()
 
     def _wait(self, timeout: float) -> None:
-        """Until the lane is empty: every job has its result."""
+        """Wait until the lane is empty, so that every job has its result.
+
+        Args:
+            timeout: seconds.
+        """
         deadline = time.monotonic() + timeout
         while self.client.xlen(self.keys.lane("normal")):
             self.worker.check()
             if time.monotonic() > deadline:
-                raise BenchError(f"jobs are still in the queue after {timeout:.0f} s:\n{self.worker.last_words()}")
-            time.sleep(POLL)
+                raise BenchError(f"jobs are still in the queue after {timeout:.0f} s:\n{self.worker.log_tail()}")
+            time.sleep(POLL_SECONDS)
 
     def _read(self, ids: list[str]) -> dict[str, list[tuple[float, int]]]:
-        """Read all streams to their `final`; per job the moments at which tokens came in, and how many."""
+        """Read the events of all jobs up to `final`; return stream → (time, number of tokens) of each event."""
         last: dict[Any, Any] = {self.keys.out(job).encode(): b"0" for job in ids}
         seen: dict[str, list[tuple[float, int]]] = defaultdict(list)
         while last:
@@ -145,14 +153,15 @@ class Stack:
     def _result(self, job: str, item: Item) -> Result:
         raw = self.client.get(self.keys.result(job))
         if raw is None:
-            raise BenchError(f"{job} left the queue without a result")
+            raise BenchError(f"job {job} left the queue without a result")
         result = Result.from_json(raw)
         if result.status is not Status.SUCCEEDED or result.usage.completion_tokens != item.output_tokens:
-            raise BenchError(f"{job} was to give {item.output_tokens} tokens and ended as {result}")
+            raise BenchError(f"job {job}: expected {item.output_tokens} tokens, but the result is {result}")
         return result
 
 
-def _seen_by_readers(run: Run, start: float, arrivals: dict[str, list[tuple[float, int]]]) -> None:
+def _add_times_of_events(run: Run, start: float, arrivals: dict[str, list[tuple[float, int]]]) -> None:
+    """Add to `run` the times at which this process received token events."""
     for events in arrivals.values():
         run.first_token.append(events[0][0] - start)
         for (before, _), (now, count) in itertools.pairwise(events):
@@ -160,12 +169,13 @@ def _seen_by_readers(run: Run, start: float, arrivals: dict[str, list[tuple[floa
     run.note = ", as read from the streams"
 
 
-def _told_by_results(run: Run, results: list[Result]) -> None:
+def _add_times_of_results(run: Run, results: list[Result]) -> None:
+    """Add to `run` the times that the worker wrote into the results."""
     run.gaps = "mean"
     for result in results:
         first, total = result.timings.first_token_ms, result.timings.total_ms
         if first is None or total is None:
-            raise BenchError(f"{result.id} has no timings")
+            raise BenchError(f"the result of job {result.id} has no timings")
         run.first_token.append(first / 1000)
         tokens = result.usage.completion_tokens or 0
         if tokens > 1:
@@ -175,7 +185,7 @@ def _told_by_results(run: Run, results: list[Result]) -> None:
 
 @contextlib.contextmanager
 def stack(options: list[str]) -> Iterator[Stack]:
-    """A server with an append-only file and a worker with these options, for the length of the block."""
+    """Run a Redis server with an append-only file and a worker with these options, while the context is open."""
     with contextlib.ExitStack() as exits:
         folder = exits.enter_context(TemporaryDirectory(prefix="tokenmill-bench-"))
         server = exits.enter_context(running_redis(Path(folder)))

@@ -1,4 +1,4 @@
-"""CPU time of the scheduler alone: schedule and commit of a step, without a model, text or sampling."""
+"""Measures the CPU time of the scheduler alone: schedule and commit of a step, without model, text and sampling."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from engine.config import EngineConfig
 from engine.request import Request, SamplingParams
 from engine.sampling.text import TextStream
 from engine.scheduling.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.sequence import RequestState, Sequence
 
 
-def _request(number: int, prompt: int, output: int) -> Request:
-    made = Request(
-        str(number), [1 + (number * 7919 + i) % 30_000 for i in range(prompt)], SamplingParams(max_tokens=output)
-    )
-    made.arrival, made.turn = number, float(number)
-    made.sequences = [Sequence(made, 0, TextStream(lambda token, skip: b""))]
-    return made
+def _request(number: int, prompt: int, output: int) -> RequestState:
+    ids = [1 + (number * 7919 + i) % 30_000 for i in range(prompt)]
+    state = RequestState(Request(str(number), ids, SamplingParams(max_tokens=output)), number, float(number))
+    state.sequences = [Sequence(state, 0, TextStream(lambda token, skip: b""))]
+    return state
 
 
 def step_times(running: int, waiting: int, steps: int = 400, block_size: int = 16) -> list[float]:
-    """Seconds of CPU for each of `steps` decode-only steps with `running` sequences, while `waiting` more wait."""
+    """Return the CPU seconds of `steps` decode-only steps of `running` sequences, while `waiting` others wait."""
     config = EngineConfig(
         max_num_seqs=running,
         max_num_batched_tokens=1 << 20,
@@ -50,7 +48,7 @@ def step_times(running: int, waiting: int, steps: int = 400, block_size: int = 1
 
 
 def report() -> None:
-    """A table over the number of running and waiting sequences."""
+    """Print a table over the number of running and waiting sequences."""
     print("running  waiting   median µs   p99 µs   µs a sequence   (schedule + commit, decode only, block size 16)")
     for running, waiting in ((16, 0), (64, 0), (256, 0), (512, 0), (256, 10_000)):
         times = sorted(step_times(running, waiting))

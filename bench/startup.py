@@ -1,4 +1,4 @@
-"""CPU time of a worker from its start until it is ready, beside that of importing torch."""
+"""Measures the CPU time of a worker until it is ready, and that of importing torch."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ def _until_ready(worker: WorkerProcess) -> float:
 
     eventually(ready, timeout=300)
     fields = Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()
-    user, system = int(fields[11]), int(fields[12])  # proc(5): utime and stime, counted from behind the name
+    user, system = int(fields[11]), int(fields[12])  # proc(5): utime and stime, counted from the end of the name
     return (user + system) / os.sysconf("SC_CLK_TCK")

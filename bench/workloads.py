@@ -7,32 +7,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 VOCAB = (1_000, 40_000)
-"""Ids are drawn from here: ordinary text pieces of the demo model, no control tokens."""
+"""Range of the ids: text of the demo model, no control tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One prompt, and exactly how many tokens to generate for it."""
+    """A prompt and the exact number of tokens to generate."""
 
     prompt: tuple[int, ...]
     output_tokens: int
 
 
 def mixed() -> list[Item]:
-    """128 unrelated prompts of 16 to 384 tokens, 16 to 192 tokens out: what a batch queue carries."""
+    """Return 128 unrelated prompts of 16 to 384 tokens, with 16 to 192 output tokens, as in a batch queue."""
     rng = random.Random(0)
     return [_item(rng, (), (16, 384), (16, 192)) for _ in range(128)]
 
 
 def shared() -> list[Item]:
-    """128 prompts with 512 tokens in common and 16 to 64 of their own, 16 to 96 tokens out: one system prompt."""
+    """Return 128 prompts of 512 shared tokens and 16 to 64 others, with 16 to 96 output tokens: one system prompt."""
     rng = random.Random(1)
     prefix = _ids(rng, 512)
     return [_item(rng, prefix, (16, 64), (16, 96)) for _ in range(128)]
 
 
 def single() -> list[Item]:
-    """One prompt of 32 tokens, 256 tokens out: the latency of a lone stream."""
+    """Return one prompt of 32 tokens, with 256 output tokens: the latency of a single request."""
     return [Item(_ids(random.Random(2), 32), 256)]
 
 

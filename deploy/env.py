@@ -49,12 +49,15 @@ def main(root: Path = ROOT) -> int:
 
 def _write(target: Path, text: str, mode: int) -> None:
     """Put the file in place at once: a half-written one would lose passwords."""
-    draft = target.with_name(f"{target.name}.new")
-    draft.unlink(missing_ok=True)
+    target = target.resolve()  # where `.env` is a link, the file behind it
+    draft = target.with_name(f"{target.name}.{secrets.token_hex(8)}")  # a fixed name could be another file's
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    draft.replace(target)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        draft.replace(target)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

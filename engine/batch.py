@@ -1,4 +1,4 @@
-"""The arrays that a model's forward gets: no Sequence, no scheduler state, so that another rank could get the same."""
+"""The arrays that a model's forward pass gets. They hold no engine state, so they could be sent to another process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kernels.attention.base import AttentionBatch
 
 @dataclass(frozen=True)
 class Batch:
-    """One mixed varlen batch: T rows (padding included), R of them sample."""
+    """One batch of prefill chunks and decodes: T rows, padding included; the logits of R rows are returned."""
 
     token_ids: Tensor
     """int64 [T]."""
     attention: AttentionBatch
     sample_rows: Tensor
-    """int64 [R]: the rows whose logits are wanted, in any order; one may be wanted more than once."""
+    """int64 [R]: rows whose logits to return, in any order; a row may be there several times."""
 
     @property
     def positions(self) -> Tensor:
@@ -27,11 +27,15 @@ class Batch:
 
 
 class Model(Protocol):
-    """What the runner needs of a model."""
+    """The interface of a model to the runner."""
 
     vocab_size: int
-    """Columns of the logits; at least the tokenizer's size."""
+    """Number of columns of the logits; at least the size of the tokenizer."""
 
     def forward(self, batch: Batch) -> Tensor:
-        """Write KV, and return the logits of `batch.sample_rows`, `[R, vocab_size]` in fp32 or in the model's dtype."""
+        """Write K and V into the pool, and return logits.
+
+        Returns:
+            `[R, vocab_size]`: the logits of `batch.sample_rows`, in fp32 or in the model's dtype.
+        """
         ...

@@ -1,4 +1,4 @@
-"""From options to an engine that runs: load the model, choose a backend, size the pool."""
+"""Builds an engine from options: loads the model, chooses the attention backend, allocates the KV pool."""
 
 from __future__ import annotations
 
@@ -16,37 +16,46 @@ from engine.models.loading import ASKED_FOR, LoadedModel, load_model
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.scheduling.policy import PreemptionCost
-from kernels.attention import AttentionBackend, get_backend
+from kernels.attention import AUTO, get_backend
+from kernels.attention.base import AttentionBackend
 
 log = structlog.get_logger()
 
 CANARY = "Hello"
-"""What the engine runs to see whether it still computes."""
+"""Text of the canary's prompt, see `engine.canary`."""
 _DEVICE_SHARE = 0.8
-"""The pool's default share on a GPU: of what is free once the weights are there. The rest is for a step's values."""
+"""Default share of the pool, on a GPU, of the memory that is free after the weights are loaded."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """How large the KV pool is: a number of blocks, or the memory that it may take."""
+    """Size of the KV pool, as a number of blocks or of bytes, and of the host tier."""
 
     num_blocks: int | None = None
+    """Blocks in the pool; None: see `memory_bytes`."""
     memory_bytes: int | None = None
+    """Bytes that the pool may take; None: what suits the machine, see `engine.memory`."""
     swap_bytes: int | None = 0
-    """Memory of the host tier; None takes what suits the machine, see `engine.memory`."""
+    """Bytes of the host tier; None: what suits the machine, see `engine.memory`."""
     swap_file: str | None = None
-    """Keep the host tier in this file, memory-mapped, instead of in anonymous memory."""
-    attention: str = "auto"
-    """Name of an attention backend; `auto` takes the best that runs the model here."""
+    """Path of a new file that holds the host tier, memory-mapped; None: anonymous memory."""
+    attention: str = AUTO
+    """Name of an attention backend, see `kernels.attention`."""
 
 
 def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions) -> tuple[Engine, LoadedModel]:
-    """Load the model and allocate the pool. `num_blocks` and `max_model_len` of `config` are set from what is found,
-    and `block_size` where it is 0.
+    """Load the model, allocate the KV pool and create the engine.
+
+    Args:
+        model: which model, where, in which precision.
+        config: `num_blocks` and `max_model_len` are replaced by those of the pool and the model; so is `block_size` if
+            it is 0, by that of the attention backend.
+        cache: size of the pool, and the attention backend.
 
     Raises:
         engine.models.loading.LoadError: the model cannot be loaded.
-        ValueError: the pool would hold no block.
+        ValueError: the pool would hold no block, the swap file cannot be created, or the attention backend cannot run
+            the model.
     """
     loaded = load_model(model)
     backend = get_backend(cache.attention, loaded.cache_spec(config.block_size))
@@ -79,23 +88,8 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
         eos_token_ids=loaded.generation.eos_token_ids,
         canary=loaded.tokenizer.encode(CANARY)[:4] or (0,),
     )
-    if loaded.implementation != "fused" and loaded.implementation_reason != ASKED_FOR:
-        log.warning(
-            "fused_decoder_not_used",
-            model=loaded.name,
-            reason=loaded.implementation_reason,
-            effect="transformers' code runs the model: slower, without --quantize, results may depend on the batch",
-        )
     taken = pool.nbytes + (0 if cache.swap_file else host.nbytes)
-    if loaded.device.type == "cpu" and available is not None and taken > available:
-        log.warning(
-            "memory_is_short",
-            needed_mib=taken >> 20,
-            available_mib=available >> 20,
-            hint="KV pool and host tier may grow beyond what is available: lower --kv-cache-memory or --swap-space",
-        )
-    if config.capacity < config.max_model_len:
-        log.warning("pool_smaller_than_model", capacity=config.capacity, max_model_len=config.max_model_len)
+    _warn(loaded, config, taken, available)
     log.info(
         "engine_ready",
         model=loaded.name,
@@ -111,11 +105,38 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
     return engine, loaded
 
 
+def _warn(loaded: LoadedModel, config: EngineConfig, taken: int, available: int | None) -> None:
+    """Log what makes this engine slower or smaller than the operator may expect.
+
+    Args:
+        loaded: the model.
+        config: limits of the engine.
+        taken: bytes of KV pool and host tier in memory.
+        available: bytes that were available before they were allocated; None: unknown.
+    """
+    if loaded.implementation != "fused" and loaded.implementation_reason != ASKED_FOR:
+        log.warning(
+            "fused_decoder_not_used",
+            model=loaded.name,
+            reason=loaded.implementation_reason,
+            effect="transformers' code runs the model: slower, without --quantize, results may depend on the batch",
+        )
+    if loaded.device.type == "cpu" and available is not None and taken > available:
+        log.warning(
+            "memory_is_short",
+            needed_mib=taken >> 20,
+            available_mib=available >> 20,
+            hint="KV pool and host tier may grow beyond what is available: lower --kv-cache-memory or --swap-space",
+        )
+    if config.capacity < config.max_model_len:
+        log.warning("pool_smaller_than_model", capacity=config.capacity, max_model_len=config.max_model_len)
+
+
 def _num_blocks(cache: CacheOptions, backend: AttentionBackend, config: EngineConfig, available: int | None) -> int:
-    """How many blocks the pool has.
+    """Return the number of blocks of the pool, at least 1.
 
     Raises:
-        ValueError: none.
+        ValueError: the memory does not hold one block.
     """
     if cache.num_blocks is not None:
         return cache.num_blocks
@@ -129,23 +150,24 @@ def _num_blocks(cache: CacheOptions, backend: AttentionBackend, config: EngineCo
     if num_blocks < 1:
         raise ValueError(
             f"{budget} bytes of KV cache hold no block: "
-            f"one of {backend.spec.block_size} tokens takes {backend.block_bytes}"
+            f"a block of {backend.spec.block_size} tokens takes {backend.block_bytes} bytes"
         )
     return num_blocks
 
 
 def _device_memory(device: torch.device) -> int:
+    """Return the default size of the pool on a GPU, in bytes."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free * _DEVICE_SHARE)
 
 
 def _host_tier(slots: int, block_bytes: int, file: str | None, device: torch.device) -> Tensor:
-    """uint8 `[slots, block_bytes]`: pinned where the device copies by itself, or mapped from a file that is made here.
+    """Allocate the host tier, uint8 `[slots, block_bytes]`: pinned memory beside a GPU, or a memory-mapped new file.
 
-    The file loses its name at once and its space with the process, so that no later start meets it.
+    The file is unlinked at once, so its space is free when the process ends, however it ends.
 
     Raises:
-        ValueError: the file exists, or cannot be made as large as that.
+        ValueError: the file exists, or the file system has no room for it.
     """
     if file is None or not slots:
         return torch.empty((slots, block_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -158,7 +180,7 @@ def _host_tier(slots: int, block_bytes: int, file: str | None, device: torch.dev
             finally:
                 os.unlink(file)
     except FileExistsError:
-        raise ValueError(f"--swap-file: {file} exists, and may be somebody's: remove it or name another") from None
+        raise ValueError(f"--swap-file: {file} exists and is not overwritten: remove it or name another file") from None
     except OSError as error:
         raise ValueError(f"{file} cannot hold {size} bytes of host tier: {error}") from error
     return mapped.view(slots, block_bytes)

@@ -1,7 +1,7 @@
-"""A small fixed prompt, run alone through the same runner as every request: does this engine still compute?
+"""Runs a small fixed prompt alone, through the same runner as all requests, to check that the engine still computes.
 
-A step that fails for one request alone may be that request's fault or the engine's. The canary tells: it is as harmless
-as a request can be, so where it fails, every request would.
+If a step raises for a request that runs alone, the cause may be the request or the engine. The canary decides: if this
+harmless prompt fails as well, the engine is broken.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from engine.runner import Runner
 from engine.sampling.text import TextStream, TokenBytes
 from engine.scheduling.plan import Plan, Slice
 from engine.scheduling.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.sequence import RequestState, Sequence
 
 CANARY_ID = "canary"
 CANARY_TOKENS = 4
-"""Tokens that each run samples: several, so that a fault that comes only now and then has a chance to show."""
+"""Tokens that each run samples; several, so that an intermittent fault is more likely to appear."""
 TEMPERATURES = (0.0, 1.0)
-"""One run each: greedy and random sampling take different ways through the sampler."""
+"""One run for each: greedy and random sampling use different code of the sampler."""
 
 
 class Canary:
-    """Owns no block between two runs, and takes no part in scheduling."""
+    """Runs the fixed prompt. It holds no block between two runs, and the scheduler does not know it."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner, token_bytes: TokenBytes, prompt: Seq[int]) -> None:
         self._scheduler = scheduler
@@ -32,11 +32,11 @@ class Canary:
         self._prompt = tuple(prompt)
 
     def run(self) -> str | None:
-        """Say what is wrong with the engine; None where nothing is, or where no block is free to find out."""
+        """Return what is wrong with the engine; None if nothing is, or if no block is free for the check."""
         for temperature in TEMPERATURES:
             params = SamplingParams(max_tokens=CANARY_TOKENS, temperature=temperature, seed=0, ignore_eos=True)
             request = Request(CANARY_ID, self._prompt, params)
-            seq = Sequence(request, 0, TextStream(self._token_bytes))
+            seq = Sequence(RequestState(request), 0, TextStream(self._token_bytes))
             try:
                 wrong = self._generate(seq)
             except BaseException as error:  # noqa: BLE001 - a panic of the Rust tokenizer is no Exception
@@ -49,7 +49,7 @@ class Canary:
         return None
 
     def _generate(self, seq: Sequence) -> str | None:
-        """Compute the prompt and then one token a step, as far as there is room."""
+        """Compute the prompt, then one token per step while blocks are free; return what is wrong, or None."""
         scheduler = self._scheduler
         last = min(len(self._prompt) + CANARY_TOKENS, scheduler.config.capacity)
         while seq.num_tokens < last and scheduler.blocks.allocate(seq, seq.num_tokens):
@@ -64,7 +64,7 @@ class Canary:
             scheduler.moved()
             token = self._runner.execute(plan).token_ids[0]
             if token is None:
-                return "the model gives logits that are not finite"
+                return "the model returned logits that are not finite"
             seq.num_computed_tokens = seq.num_tokens
             seq.tokens.append(token)
             seq.text.push(token)

@@ -1,10 +1,9 @@
-"""The engine step: apply cancels and deadlines → schedule → forward → sample → commit → return deltas, results."""
+"""The engine step: apply cancels and deadlines → schedule → forward → sample → commit → return deltas and results."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -13,17 +12,21 @@ import structlog
 import torch
 
 from engine.canary import Canary
+from engine.choice import append, final_output, take_delta
 from engine.config import EngineConfig
-from engine.outputs import ChoiceResult, Delta, EngineBroken, EngineStats, Fault, Finished, Outcome, StepOutput
-from engine.request import InvalidRequest, PromptTooLong, Request
+from engine.limits import limit_tokens, validate
+from engine.outputs import Delta, EngineBroken, EngineStats, Fault, Finished, Outcome, StepOutput
+from engine.request import InvalidRequest, Request
 from engine.runner import Runner
 from engine.sampling.sampler import Sampled
 from engine.sampling.text import TextStream, TokenBytes
 from engine.scheduling.deadlines import Deadlines
+from engine.scheduling.integrity import check_scheduler
 from engine.scheduling.plan import Plan
 from engine.scheduling.policy import PreemptionCost
 from engine.scheduling.scheduler import Scheduler
-from engine.sequence import FinishReason, Sequence, SequenceStatus
+from engine.sequence import FinishReason, RequestState, Sequence, SequenceStatus
+from engine.suspects import Suspects, is_out_of_memory
 
 log = structlog.get_logger()
 
@@ -89,23 +92,14 @@ class Engine:
         self._num_ids = num_ids
         self._eos = eos_token_ids
         self._clock = clock
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, RequestState] = {}
         self._endings: dict[str, _Ending] = {}
         self._deadlines = Deadlines()
-        self._gated: set[str] = set()
-        """Ids of requests that were passed to the gate."""
-        self._on_hold: set[str] = set()
         self.waits = False
         """Whether the last step computed nothing because every request that could run is on hold."""
         self._canary = Canary(self.scheduler, runner, token_bytes, canary)
         self._plan_under_way = Plan()
-        self._suspects: deque[str] = deque()
-        """Ids of the requests of a step that raised. Each of the next steps runs one of these requests alone, to find
-        the one that causes the error."""
-        self._failed_alone: set[str] = set()
-        """Ids of requests that ran alone in a step that raised. If such a step raises again, the request fails."""
-        self._in_doubt = False
-        """Whether to run the canary at the end of this step."""
+        self._suspects = Suspects()
         self._arrivals = 0
         self._furthest: dict[int, tuple[int, int]] = {}
         """Priority → the highest `Request.place` added so far."""
@@ -125,13 +119,7 @@ class Engine:
         Raises:
             PromptTooLong: prompt and one output token exceed `EngineConfig.capacity`.
         """
-        room = self.config.capacity - prompt_tokens
-        if room < 1:
-            raise PromptTooLong(
-                f"the prompt has {prompt_tokens} tokens; prompt and at least one output token must fit into the "
-                f"{self.config.capacity} tokens that this worker can hold for one sequence"
-            )
-        return room if asked is None else min(asked, room)
+        return limit_tokens(prompt_tokens, asked, self.config.capacity)
 
     def validate(self, request: Request) -> None:
         """Check a request against the model's vocabulary and the engine's capacity.
@@ -140,25 +128,15 @@ class Engine:
             InvalidRequest: a token id is outside the vocabulary, or min_tokens exceeds max_tokens.
             PromptTooLong: prompt and max_tokens together exceed `EngineConfig.capacity`.
         """
-        params = request.params
-        for what, ids in (
-            ("prompt", request.prompt),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", [token for token, _ in params.logit_bias]),
-        ):
-            wrong = next((i for i in ids if not 0 <= i < self._num_ids), None)
-            if wrong is not None:
-                raise InvalidRequest(f"{what}: token id {wrong} is not in [0, {self._num_ids})")
-        if params.min_tokens > params.max_tokens:
-            raise InvalidRequest(f"min_tokens: {params.min_tokens} is more than max_tokens: {params.max_tokens}")
-        if params.max_tokens > self.limit_tokens(len(request.prompt), None):
-            raise PromptTooLong(
-                f"{len(request.prompt)} prompt tokens and max_tokens: {params.max_tokens} exceed the "
-                f"{self.config.capacity} tokens that this worker can hold for one sequence"
-            )
+        validate(request, self._num_ids, self.config.capacity)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, turn: float | None = None) -> None:
         """Validate a request, create one WAITING sequence for each of its choices and queue them.
+
+        Args:
+            request: the request; its id must not be that of a live request.
+            turn: the `turn` of a request that was dropped and is added again, so that it keeps its place in the order
+                of service; None: the request arrives now.
 
         Raises:
             InvalidRequest, PromptTooLong: as in `validate`.
@@ -167,31 +145,34 @@ class Engine:
         self.validate(request)
         if request.id in self._requests:
             raise InvalidRequest(f"id: a request {request.id!r} is still being worked on")
-        request.arrival = self._arrivals
-        request.turn = self._turn(request)
+        state = RequestState(request, self._arrivals, self._new_turn(request, turn))
         self._arrivals += 1
-        self._requests[request.id] = request
+        self._requests[request.id] = state
         params = request.params
-        request.sequences = [
-            Sequence(request, index, TextStream(self._token_bytes, params.stop, params.skip_special_tokens))
+        state.sequences = [
+            Sequence(state, index, TextStream(self._token_bytes, params.stop, params.skip_special_tokens))
             for index in range(params.n)
         ]
-        self.scheduler.add(request)
-        self._deadlines.add(request)
+        self.scheduler.add(state)
+        self._deadlines.add(state)
 
-    def _turn(self, request: Request) -> float:
+    def turn(self, request_id: str) -> float | None:
+        """Return the sort key of a request in the order of service, in seconds; None for an unknown id."""
+        state = self._requests.get(request_id)
+        return None if state is None else state.turn
+
+    def _new_turn(self, request: Request, earlier: float | None) -> float:
         """Return the request's sort key in seconds: its arrival time plus `aging_seconds` for each lower lane.
 
         A request that comes late (for example after a retry) must not wait behind requests with a higher `place` in its
         lane, so its key is at most the lowest of theirs.
         """
-        now = self._clock() + request.priority * self.config.aging_seconds
-        turn = now if request.turn is None else request.turn
+        turn = self._clock() + request.priority * self.config.aging_seconds if earlier is None else earlier
         if request.place >= self._furthest.get(request.priority, (0, 0)):
             self._furthest[request.priority] = request.place
             return turn
-        lane = (seq.request for seq in self.scheduler.waiting if seq.request.priority == request.priority)
-        return min([turn, *(other.turn or turn for other in lane if other.place > request.place)])
+        lane = (seq for seq in self.scheduler.waiting if seq.request.priority == request.priority)
+        return min([turn, *(seq.state.turn for seq in lane if seq.request.place > request.place)])
 
     def cancel(self, request_id: str) -> None:
         """End a request and keep its partial output; the next `step` returns its `Finished`. Ignore unknown ids."""
@@ -208,7 +189,6 @@ class Engine:
         """
         if request_id in self._requests:
             self._requests[request_id].on_hold = True
-            self._on_hold.add(request_id)
 
     def release(self, request_id: str) -> bool:
         """Let a request run that was on hold.
@@ -216,10 +196,10 @@ class Engine:
         Returns:
             False if the request is not on hold, has ended, or ends with the next step.
         """
-        if request_id not in self._on_hold:
+        state = self._requests.get(request_id)
+        if state is None or not state.on_hold:
             return False
-        self._on_hold.discard(request_id)
-        self._requests[request_id].on_hold = False
+        state.on_hold = False
         return request_id not in self._endings
 
     def _end_soon(self, request_id: str, ending: _Ending) -> None:
@@ -275,8 +255,8 @@ class Engine:
                 self._commit(plan, sampled, deltas, finished)
             self._apply_endings(deltas, finished)
         self._plan_under_way = Plan()
-        if self._in_doubt or any(last.fault is not None and last.fault.doubtful for last in finished):
-            self._in_doubt = False
+        if self._suspects.in_doubt or any(last.fault is not None and last.fault.may_be_engine for last in finished):
+            self._suspects.in_doubt = False
             self.check()
         return StepOutput(tuple(deltas), tuple(finished))
 
@@ -291,28 +271,28 @@ class Engine:
     def _plan(self, deltas: list[Delta], finished: list[Finished]) -> Plan:
         """Schedule a step, and pass the requests that are scheduled for the first time to the gate."""
         while True:
-            suspect = self._next_suspect()
+            suspect = self._suspects.next(self._requests)
             plan = self.scheduler.schedule(only=suspect)
             if suspect and not plan.slices:
-                self._suspects.popleft()  # other requests hold the blocks that it needs, so these must run first
+                self._suspects.skip()
                 continue
-            new = {s.request.id: s.request for s in plan.admitted if s.request.id not in self._gated}
+            new = list(dict.fromkeys(seq.state for seq in plan.admitted if not seq.state.gated))
             if new and self.gate is not None:
-                self._gated.update(new)
-                self.gate(list(new.values()))
+                for state in new:
+                    state.gated = True
+                self.gate([state.request for state in new])
                 self._apply_endings(deltas, finished)
                 plan = plan.runnable()
-            self.waits = bool(self._on_hold) and not (plan.slices or plan.preempted or plan.moves)
+            idle = not (plan.slices or plan.preempted or plan.moves)
+            self.waits = idle and any(state.on_hold for state in self._requests.values())
             return plan
 
-    def _next_suspect(self) -> Request | None:
-        """Return the first suspect that has not ended, and forget those before it."""
-        while self._suspects and self._suspects[0] not in self._requests:
-            self._suspects.popleft()
-        return self._requests[self._suspects[0]] if self._suspects else None
-
     def _execute(self, plan: Plan) -> Sampled | None:
-        """Run the forward pass and sample. If it raises, abandon the plan, call `_blame` and return None."""
+        """Run the forward pass and sample.
+
+        If it raises, abandon the plan and return None. With several tokens, out of memory makes the next steps smaller;
+        any other error makes the requests suspects.
+        """
         try:
             sampled = self.runner.execute(plan)
         except torch.AcceleratorError:
@@ -321,36 +301,13 @@ class Engine:
             message = f"{type(error).__name__}: {error}"
             log.exception("step_failed", requests=len(plan.slices), tokens=plan.num_tokens, message=message)
             self.scheduler.abandon(plan)
-            self._blame(plan, error)
+            if is_out_of_memory(error) and plan.num_tokens > 1:
+                self.scheduler.shrink(plan)
+            elif (fault := self._suspects.blame(plan, error)) is not None:
+                self._end_soon(plan.slices[0].seq.request.id, _Ending(Outcome.FAILED, fault, message))
             return None
-        if self._suspects:
-            self._failed_alone.discard(self._suspects.popleft())
+        self._suspects.clear(plan)
         return sampled
-
-    def _blame(self, plan: Plan, error: Exception) -> None:
-        """Decide what follows from a step that raised `error`.
-
-        * Out of memory with more than one token: the next steps compute fewer tokens.
-        * Several requests: each of them runs alone in one of the next steps.
-        * One request, first time: it runs alone once more, and the canary runs.
-        * One request, second time: it fails.
-        """
-        memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        requests = list(dict.fromkeys(piece.seq.request.id for piece in plan.slices))
-        if memory and plan.num_tokens > 1:
-            self.scheduler.shrink(plan)
-            return
-        if len(requests) > 1:
-            self._suspects.extend(r for r in requests if r not in self._suspects)
-            return
-        if requests[0] not in self._failed_alone:  # the error may be transient
-            self._failed_alone.add(requests[0])
-            self._in_doubt = True
-            if requests[0] not in self._suspects:
-                self._suspects.appendleft(requests[0])
-            return
-        fault = Fault.OUT_OF_MEMORY if memory else Fault.INTERNAL
-        self._end_soon(requests[0], _Ending(Outcome.FAILED, fault, f"{type(error).__name__}: {error}"))
 
     def _commit(self, plan: Plan, sampled: Sampled, deltas: list[Delta], finished: list[Finished]) -> None:
         for piece in plan.slices:
@@ -369,7 +326,7 @@ class Engine:
             if logprobs is not None:
                 seq.logprobs.append(logprobs)
             try:
-                self._append(seq, token)
+                append(seq, token, self._eos)
             except BaseException as error:  # a panic of the Rust tokenizer is not an Exception
                 log.exception("text_failed", id=seq.request.id)
                 message = f"the text could not be decoded: {type(error).__name__}: {error}"
@@ -379,47 +336,11 @@ class Engine:
                 ending = _Ending(Outcome.FAILED, Fault.GRAMMAR, f"the grammar engine failed: {seq.matcher.error}")
                 self._end_soon(seq.request.id, ending)
                 continue
-            self._flush(seq, deltas)
+            self._send(seq, deltas)
             if seq.finish_reason is not None:
                 self.scheduler.lengths.learn(seq.num_output_tokens)
                 self._retire(seq, SequenceStatus.FINISHED)
-                self._close(seq.request, Outcome.SUCCEEDED, None, None, finished)
-
-    # ── a sampled token ───────────────────────────────────────────────────────────────────────────────────────────
-
-    def _append(self, seq: Sequence, token: int) -> None:
-        """Append a sampled id to a sequence; set `finish_reason` (and `stop`) if the sequence ends with it."""
-        params = seq.request.params
-        seq.tokens.append(token)
-        complete = seq.matcher is not None and seq.matcher.accept(token) and seq.matcher.complete
-        if token in params.stop_token_ids:
-            seq.stop, seq.finish_reason = token, FinishReason.STOP
-            seq.text.add_silent()
-        elif token in self._eos and (not params.ignore_eos or complete):
-            seq.finish_reason = FinishReason.STOP
-            seq.text.add_silent()
-        else:
-            active = seq.num_output_tokens >= params.min_tokens
-            seq.stop = seq.text.push(token, active)
-            if seq.stop is not None:
-                seq.finish_reason = FinishReason.STOP
-                return
-            if complete:
-                seq.finish_reason = FinishReason.STOP
-            elif seq.num_output_tokens >= params.max_tokens:
-                seq.finish_reason = FinishReason.LENGTH
-        if seq.finish_reason is not None:
-            seq.text.finish()
-
-    def _flush(self, seq: Sequence, deltas: list[Delta]) -> None:
-        """Append a delta with the text and ids of a sequence that were not sent yet, if there are any."""
-        text, count = seq.text.take()
-        if text or count:
-            start = seq.num_sent_tokens
-            seq.num_sent_tokens += count
-            ids = tuple(seq.tokens[seq.num_prompt_tokens + start : seq.num_prompt_tokens + start + count])
-            logprobs = tuple(seq.logprobs[start : start + count]) if _asked(seq) else None
-            deltas.append(Delta(seq.request.id, seq.index, text, ids, logprobs))
+                self._close(seq.state, Outcome.SUCCEEDED, None, None, finished)
 
     # ── endings ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -427,18 +348,24 @@ class Engine:
         """End the requests that were cancelled, dropped, expired or failed since the last call."""
         while self._endings:
             request_id, ending = self._endings.popitem()
-            request = self._requests.get(request_id)
-            if request is None:
+            state = self._requests.get(request_id)
+            if state is None:
                 continue
             status, reason = _FORCED.get(ending.outcome or Outcome.CANCELLED, _FORCED[Outcome.CANCELLED])
-            for seq in request.sequences:
+            for seq in state.sequences:
                 if not seq.status.ended:
                     seq.finish_reason = reason
                     with contextlib.suppress(BaseException):  # text that cannot be decoded is left out
                         seq.text.finish()
-                    self._flush(seq, deltas)
+                    self._send(seq, deltas)
                     self._retire(seq, status)
-            self._close(request, ending.outcome, ending.fault, ending.message, finished)
+            self._close(state, ending.outcome, ending.fault, ending.message, finished)
+
+    def _send(self, seq: Sequence, deltas: list[Delta]) -> None:
+        """Append the delta of a sequence, if it has new text or ids."""
+        delta = take_delta(seq)
+        if delta is not None:
+            deltas.append(delta)
 
     def _retire(self, seq: Sequence, status: SequenceStatus) -> None:
         """Free the blocks and the sampler state of a sequence that ends."""
@@ -447,35 +374,22 @@ class Engine:
 
     def _close(
         self,
-        request: Request,
+        state: RequestState,
         outcome: Outcome | None,
         fault: Fault | None,
         message: str | None,
         finished: list[Finished],
     ) -> None:
         """If all choices of a request have ended, forget the request and append its `Finished`."""
-        if not all(seq.status.ended for seq in request.sequences):
+        if not all(seq.status.ended for seq in state.sequences):
             return
+        request = state.request
         del self._requests[request.id]
         self._endings.pop(request.id, None)
-        self._gated.discard(request.id)
-        self._on_hold.discard(request.id)
-        self._failed_alone.discard(request.id)
         if not self._requests:
             self._deadlines.clear()
         if outcome is not None:
-            finished.append(
-                Finished(
-                    request_id=request.id,
-                    outcome=outcome,
-                    choices=tuple(_result(seq) for seq in request.sequences),
-                    prompt_tokens=len(request.prompt),
-                    completion_tokens=sum(seq.num_output_tokens for seq in request.sequences),
-                    cached_tokens=request.sequences[0].num_cached_tokens or 0,
-                    fault=fault,
-                    message=message,
-                )
-            )
+            finished.append(final_output(state, outcome, fault, message))
 
     # ── statistics and self-check ─────────────────────────────────────────────────────────────────────────────────
 
@@ -498,29 +412,24 @@ class Engine:
             prefix_hits=self._prefix_hits,
         )
 
+    def check_idle(self) -> str | None:
+        """Check an engine without requests for what ended requests left behind. Takes constant time: a part of the KV
+        pool is checked in each call.
+
+        Returns:
+            A leak of blocks with which the engine still answers correctly; None if none was found.
+
+        Raises:
+            engine.scheduling.block_pool.IntegrityError: the engine could give wrong text, or requests could wait
+                forever.
+        """
+        return self.scheduler.check_idle()
+
     def check_integrity(self) -> None:
         """Check that requests, sequences and blocks are consistent with each other. Takes time linear in the pool.
 
         Raises:
             engine.scheduling.block_pool.IntegrityError: a block leaked, or a sequence is in the wrong queue.
         """
-        live = (seq for request in self._requests.values() for seq in request.sequences if not seq.status.ended)
-        self.scheduler.check_integrity(live)
-
-
-def _result(seq: Sequence) -> ChoiceResult:
-    sent = seq.num_sent_tokens
-    prompt = seq.request.sequences[0].prompt_logprobs
-    return ChoiceResult(
-        index=seq.index,
-        text=seq.text.text,
-        finish_reason=seq.finish_reason if seq.finish_reason is not None else FinishReason.ERROR,
-        stop=seq.stop,
-        token_ids=tuple(seq.output_tokens[:sent]),
-        logprobs=tuple(seq.logprobs[:sent]) if _asked(seq) else None,
-        prompt_logprobs=tuple(prompt) if seq.request.params.prompt_logprobs is not None else None,
-    )
-
-
-def _asked(seq: Sequence) -> bool:
-    return seq.request.params.logprobs is not None
+        live = (seq for state in self._requests.values() for seq in state.sequences if not seq.status.ended)
+        check_scheduler(self.scheduler, live)

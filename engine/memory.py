@@ -1,4 +1,4 @@
-"""How much memory this process may still take, and how large KV pool and host tier are by default."""
+"""Reads how much memory this process may still take, and derives the default sizes of KV pool and host tier."""
 
 from __future__ import annotations
 
@@ -9,40 +9,49 @@ from pathlib import Path
 from engine.config import EngineConfig
 
 TOKENS_PER_SEQUENCE = 384
-"""Tokens that the KV pool has room for by default, for each sequence that may run."""
+"""Default size of the KV pool: tokens for each of `max_num_seqs` sequences."""
 _MIN_SEQUENCES = 32
-"""With fewer sequences the pool is not made smaller: what it has left holds prefixes."""
+"""The pool is never sized for fewer sequences than this; its other blocks hold prefixes."""
 _POOL_SHARE = 4
-"""The pool takes at most one part in so many of the memory that is available."""
+"""The pool takes at most 1/4 of the available memory."""
 _HOST_SHARE = 4
-"""The host tier takes one part in so many of the pool's size; in a file, all of it."""
+"""The host tier takes 1/4 of the size of the pool; in a file, the whole size."""
 _UNKNOWN = 2 << 30
-"""Bytes of the pool, at most, where the system does not say what is available."""
+"""Maximum bytes of the pool if the system does not report the available memory."""
 MAX_HOST_TIER = 1 << 30
-"""Bytes of the host tier, at most, where no size is asked for."""
+"""Maximum bytes of the host tier by default."""
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes that this process may still take: what the system has available, and what each control group
-    (version 2 or 1) above the process allows. None where the system does not say, as outside Linux.
+    """Return the bytes that this process may still take: the minimum of what the system has available and what each
+    control group (version 2 or 1) of the process allows.
 
     Args:
         root: where `proc` and `sys` are mounted.
+
+    Returns:
+        Bytes; None if the system does not report them, as outside Linux.
     """
     found = [*_system(root), *_control_groups(root)]
     return max(0, min(found)) if found else None
 
 
 def resident_bytes(root: Path = Path("/")) -> int | None:
-    """Return the memory that this process has taken; None where the system does not say."""
+    """Return the resident memory of this process in bytes; None if the system does not report it."""
     return _field(root / "proc/self/status", "VmRSS:", 1024)
 
 
 def default_pool_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, available: int | None) -> int:
-    """Return how many KV blocks the pool has on a CPU where nothing is asked for.
+    """Return the default number of KV blocks on a CPU.
 
-    It holds `TOKENS_PER_SEQUENCE` for each sequence, or one sequence of full length where that is more, as far as a
-    part of the `available` bytes allows, but not more than all sequences at full length could fill.
+    The pool holds `TOKENS_PER_SEQUENCE` tokens for each sequence, or one sequence of full length if that is more; at
+    most a share of the available memory, and at most what all sequences at full length fill.
+
+    Args:
+        config: `max_num_seqs`, `block_size` and `watermark` are read.
+        max_model_len: full length of a sequence, in tokens.
+        block_bytes: bytes of a block.
+        available: bytes that this process may still take; None: unknown.
     """
     full = math.ceil(max_model_len / config.block_size)
     usual = math.ceil(TOKENS_PER_SEQUENCE * max(config.max_num_seqs, _MIN_SEQUENCES) / config.block_size)
@@ -52,19 +61,22 @@ def default_pool_blocks(config: EngineConfig, max_model_len: int, block_bytes: i
 
 
 def default_host_bytes(pool_bytes: int, in_file: bool) -> int:
-    """Return the size of the host tier where nothing is asked for."""
+    """Return the default size of the host tier in bytes, in a file or in memory, beside a pool of `pool_bytes`."""
     return min(MAX_HOST_TIER, pool_bytes if in_file else pool_bytes // _HOST_SHARE)
 
 
 def _system(root: Path) -> Iterator[int]:
+    """Yield the bytes that the system has available, if it reports them."""
     found = _field(root / "proc/meminfo", "MemAvailable:", 1024)
     if found is not None:
         yield found
 
 
 def _control_groups(root: Path) -> Iterator[int]:
-    """What each control group leaves, from the process's own up to the root. Its file cache can be dropped, so it is
-    not counted as used."""
+    """Yield the bytes that each control group leaves, from that of the process up to the root.
+
+    Inactive file cache does not count as used: the kernel drops it when memory is short.
+    """
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -95,7 +107,7 @@ def _number(path: Path) -> int | None:
 
 
 def _field(path: Path, name: str, unit: int) -> int | None:
-    """The number behind a name that begins a line."""
+    """Return the number, times `unit`, of the line that begins with `name`; None if there is none."""
     for line in _lines(path):
         words = line.split()
         if len(words) > 1 and words[0] == name:

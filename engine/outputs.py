@@ -1,4 +1,4 @@
-"""What a step gives back: immutable snapshots, picklable, safe to hand to another thread or process."""
+"""What a step returns: immutable values that can be pickled and passed to another thread or process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from engine.sequence import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Natural log of an id's probability under the model's own distribution.
+    """Natural logarithm of the probability of an id, in the model's own distribution.
 
-    That is before bias, penalties, masks, temperature and filters, over all ids that the tokenizer knows.
+    The distribution is over all ids of the tokenizer, before bias, penalties, masks, temperature and filters.
     """
 
     token_id: int
@@ -21,7 +21,7 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """For one position: the id that stands there, and the most likely ones as many as were asked for, best first."""
+    """Log-probabilities at one position: of the id there, and of the requested number of most likely ids, in order."""
 
     chosen: Logprob
     top: tuple[Logprob, ...] = ()
@@ -29,20 +29,20 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text of one choice. Joined over a request's life they equal the final text."""
+    """New text of one choice. The joined texts of all its deltas are the final text."""
 
     request_id: str
     index: int
     text: str
-    """Never splits a character, never holds text that a stop string may still cut."""
+    """Whole characters; no text that a stop string may still cut off."""
     token_ids: tuple[int, ...]
-    """The ids that this text carries; an id goes out with the first character of its text."""
+    """The ids of this text; an id is in the delta that has the first character of its text."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    """One entry an id, where asked for."""
+    """One entry for each id, if requested."""
 
 
 class EngineBroken(RuntimeError):
-    """The engine fails even for its canary: no request is to blame, and this process computes nothing more."""
+    """The engine fails for its own canary: no request is the cause, and this process can compute nothing more."""
 
 
 class Outcome(enum.StrEnum):
@@ -55,54 +55,57 @@ class Outcome(enum.StrEnum):
 
 
 class Fault(enum.StrEnum):
-    """What failed, where the outcome is FAILED."""
+    """Cause of the outcome FAILED."""
 
     NON_FINITE_LOGITS = "non_finite_logits"
-    """NaN or infinity in this request's logits; trying again would give the same."""
+    """NaN or infinity in the logits of this request; not retryable, a retry gives the same."""
     GRAMMAR = "grammar"
-    """The grammar's machinery met a limit, or allowed nothing at all; trying again would give the same."""
+    """The grammar engine reached a limit, or allowed no id at all; not retryable, a retry gives the same."""
     OUT_OF_MEMORY = "out_of_memory"
     INTERNAL = "internal"
-    """The step raised; the message says what."""
+    """The step raised an error, which the message contains."""
 
     @property
-    def doubtful(self) -> bool:
-        """Whether the engine may be to blame as well as the request; its canary tells."""
+    def may_be_engine(self) -> bool:
+        """Whether the cause may be the engine rather than the request, so that the canary must run."""
         return self is not Fault.GRAMMAR
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceResult:
+    """Final result of one choice. Text, ids and logprobs end at the same place."""
+
     index: int
     text: str
     finish_reason: FinishReason
     stop: str | int | None
     token_ids: tuple[int, ...]
-    """Text, ids and logprobs end at the same place: ids that a stop string cut off are not here."""
+    """Output ids, without those whose text a stop string cut off."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    """One entry a prompt id, where asked for; the first has no probability and is None."""
+    """One entry for each prompt id, if requested; the first is None, since it has no probability."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The one last word on a request; its blocks are free when it is returned."""
+    """Final output of a request, emitted once, after its blocks were freed."""
 
     request_id: str
     outcome: Outcome
     choices: tuple[ChoiceResult, ...]
-    """Partial text is kept whatever the outcome. Always one entry a choice."""
+    """One entry for each choice, with its partial text if the outcome is not SUCCEEDED."""
     prompt_tokens: int
     completion_tokens: int
-    """All ids that were sampled."""
+    """Number of sampled ids, over all choices; also those that a stop string cut off."""
     cached_tokens: int
+    """Prompt tokens that were found in the prefix cache when the request was first admitted."""
     fault: Fault | None = None
     message: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Deltas of a request come before its Finished; a request in `finished` may still have deltas here."""
+    """The output of one step. Deltas come before final outputs: a request in `finished` may have deltas here."""
 
     deltas: tuple[Delta, ...] = ()
     finished: tuple[Finished, ...] = ()
@@ -113,7 +116,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot for gauges and counters; counters only grow."""
+    """A snapshot of gauges and counters; counters never decrease."""
 
     waiting: int = 0
     running: int = 0
@@ -123,11 +126,11 @@ class EngineStats:
     free_host_slots: int = 0
     free_blocks: int = 0
     cached_blocks: int = 0
-    """Free blocks that still hold a findable prefix."""
+    """Free blocks that hold a findable prefix."""
     steps: int = 0
     preemptions_recompute: int = 0
     preemptions_swap: int = 0
     prefix_queries: int = 0
-    """Prompt tokens looked up in the prefix cache."""
+    """Counter: prompt tokens looked up in the prefix cache."""
     prefix_hits: int = 0
-    """Prompt tokens found there."""
+    """Counter: prompt tokens found in the prefix cache."""

@@ -1,4 +1,4 @@
-"""What the engine receives: a `Request` with its `SamplingParams`; it owns one `Sequence` for each choice."""
+"""What the engine is asked for: a `Request` with its `SamplingParams`. Immutable; any thread may read it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import secrets
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-from engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from engine.sampling.structured import Grammar
@@ -93,9 +91,9 @@ class SamplingParams:
     """As `logprobs`, for the ids of the prompt."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Request:
-    """One prompt, its parameters and the state of its choices.
+    """One prompt and its parameters. What the engine knows of it beyond that is in `engine.sequence.RequestState`.
 
     Raises:
         InvalidRequest: the prompt is empty.
@@ -111,24 +109,16 @@ class Request:
     """`time.monotonic()` seconds after which the request is expired."""
     cache_salt: str = ""
     """Only requests with the same salt share prefix blocks."""
-    arrival: int = -1
-    """Number of requests that the engine accepted before this one; set by the engine."""
     grammar: Grammar | None = None
     """Grammar that the text must match; None: free text."""
     place: tuple[int, int] = (0, 0)
     """Position in the request's lane: the number pair of its stream entry. A request that reaches the engine late is
     served before the waiting requests of its lane that have a higher place."""
-    turn: float | None = None
-    """Sort key for scheduling, in seconds: arrival time plus `EngineConfig.aging_seconds` for each lower lane. The
-    engine sets it; a request that is added again keeps its earlier value."""
-    on_hold: bool = field(init=False, default=False)
-    """Whether the request waits for the gate's answer; no token of it is computed then, see `Engine.hold`."""
     noise_seed: int = field(init=False)
-    """Seed of the random numbers: `params.seed`, or a random one."""
-    sequences: list[Sequence] = field(init=False, default_factory=list)
-    """The request's choices; the engine creates them when it accepts the request."""
+    """Seed of the random numbers: `params.seed`, or a random number drawn when this object is created."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise InvalidRequest("the prompt has no tokens")
-        self.noise_seed = secrets.randbits(64) if self.params.seed is None else self.params.seed
+        seed = secrets.randbits(64) if self.params.seed is None else self.params.seed
+        object.__setattr__(self, "noise_seed", seed)

@@ -1,4 +1,4 @@
-"""Executes a plan: plan → batch of arrays → forward → one id for each sequence that reached its last token."""
+"""Executes a plan: builds the arrays, runs the forward pass, samples one id for each sequence of `plan.sampling`."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from kernels.device import upload
 
 
 class Runner(Protocol):
-    """What the engine needs to execute a step; the tests have one without weights."""
+    """The interface of the engine to what executes a step."""
 
     def move(self, plan: Plan) -> None:
-        """Make the copies of the plan: all `swap_out`, then all `swap_in`, then all `copies`."""
+        """Copy the blocks of the plan: all of `swap_out`, then of `swap_in`, then of `copies`."""
         ...
 
     def execute(self, plan: Plan) -> Sampled:
-        """Compute `plan.slices`; one entry for each of `plan.sampling`, in order."""
+        """Compute `plan.slices`; return one id for each sequence of `plan.sampling`, in order."""
         ...
 
     def forget(self, seq: Sequence) -> None:
-        """A sequence has ended: keep nothing of it."""
+        """Discard the state of a sequence that has ended."""
         ...
 
 
 class ModelRunner:
-    """Runs a model of ours or of transformers on one device."""
+    """Runs the fused decoder or a model of transformers on one device."""
 
     def __init__(
         self,
@@ -48,9 +48,16 @@ class ModelRunner:
         eos_token_ids: frozenset[int],
         bucket: Callable[[int], int] = lambda rows: rows,
     ) -> None:
-        """`pool` and `host` are the two tiers, uint8 `[blocks, block_bytes]`.
+        """Create a runner.
 
-        `bucket` rounds a number of rows up to one that the model computes well (and always with the same bits).
+        Args:
+            model: bound to an attention backend over `pool`.
+            sampler: samples ids from logits.
+            pool: device blocks, uint8 `[num_blocks, block_bytes]`.
+            host: host tier, uint8 `[host_slots, block_bytes]`.
+            block_size: tokens in a block.
+            eos_token_ids: ids that `min_tokens` and grammars treat as the end of the text.
+            bucket: rounds a number of rows up to one that the model computes fast, and always with the same bits.
         """
         self.pool = pool
         self.host = host
@@ -79,7 +86,7 @@ class ModelRunner:
         return dataclasses.replace(self.sampler.sample(logits[: len(rows)], rows), prompt_logprobs=prompts)
 
     def _prompt_logprobs(self, plan: Plan, logits: Tensor) -> tuple[tuple[TokenLogprobs, ...], ...]:
-        """Of the slices that want them, in order; `logits` are those of their `prompt_rows`."""
+        """Return the prompt logprobs of each slice that has `prompt_rows`, whose logits are `[rows, vocab]`."""
         found, at = [], 0
         for piece in plan.slices:
             if rows := piece.prompt_rows:
@@ -93,7 +100,7 @@ class ModelRunner:
         self.sampler.forget(seq.uid)
 
     def batch(self, plan: Plan) -> Batch:
-        """The arrays of a step; rows from `plan.num_tokens` on are padding."""
+        """Build the arrays of a step; rows from `plan.num_tokens` on are padding."""
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -140,11 +147,11 @@ class ModelRunner:
 
 
 def _copy(pairs: Iterable[tuple[int, int]], source: Tensor, target: Tensor) -> None:
-    """Copy blocks, `(from, to)` each, as if all were read before one is written."""
+    """Copy blocks, `(source, target)` each, so that all are read before any is written."""
     if source.device == target.device:
         read, write = upload([i for pair in pairs for i in pair], torch.int64, source.device).view(-1, 2).T
         target.index_copy_(0, write, source.index_select(0, read))
         return
-    # Two tiers, so that none reads what another writes. The device makes the copies in order, before what comes later.
+    # Sources and targets lie in different tiers. The device executes copies in order, before later kernels.
     for read, write in pairs:
         target[write].copy_(source[read], non_blocking=True)

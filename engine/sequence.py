@@ -1,4 +1,4 @@
-"""One choice of a request, from arrival to cleanup: its tokens, its blocks and its place in the state machine.
+"""The engine's record of a request and of each of its choices, and the state machine of a choice.
 
                      admit                    finish
     ┌───────────┐ ──────────► ┌───────────┐ ──────────► ┌────────────┐
@@ -11,24 +11,26 @@
           └────────────────── │  SWAPPED  │             │  CANCELLED  │
              host tier lost   └───────────┘             └─────────────┘
 
-Every live state may also end in FINISHED (expired, failed) or in CANCELLED. Nothing leaves those two.
+From every live status a sequence may also move to FINISHED (expired, failed) or CANCELLED, which it never leaves.
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from engine.request import Request
 
 if TYPE_CHECKING:
     from engine.outputs import TokenLogprobs
-    from engine.request import Request
     from engine.sampling.structured import Matcher
     from engine.sampling.text import TextStream
 
 
 class SequenceStatus(enum.IntEnum):
-    """Ordered: everything from FINISHED on has ended."""
+    """Status of a sequence; FINISHED and all later ones mean that it has ended."""
 
     WAITING = 0
     RUNNING = 1
@@ -50,15 +52,15 @@ TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
     SequenceStatus.FINISHED: frozenset(),
     SequenceStatus.CANCELLED: frozenset(),
 }
-"""The legal moves of the state machine, all of them."""
+"""All legal transitions of the state machine."""
 
 
 class IllegalTransition(RuntimeError):
-    """A move that `TRANSITIONS` does not allow: a bug in the caller, never a user's fault."""
+    """A transition that is not in `TRANSITIONS`: a bug in the engine."""
 
 
 class FinishReason(enum.StrEnum):
-    """Why a choice has no further token (the `finish_reason` of the wire protocol)."""
+    """Why a choice ended (the `finish_reason` of the wire protocol)."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -67,12 +69,34 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+Rank = tuple[float, tuple[int, int], int, int]
+
+
+@dataclass(eq=False, slots=True)
+class RequestState:
+    """The engine's record of an accepted request, from `Engine.add` until the request ends."""
+
+    request: Request
+    arrival: int = 0
+    """Number of requests that the engine accepted before this one."""
+    turn: float = 0.0
+    """Sort key for scheduling, in seconds: arrival time plus `EngineConfig.aging_seconds` for each lower lane."""
+    sequences: list[Sequence] = field(default_factory=list)
+    """One for each choice, in the order of the choices."""
+    gated: bool = False
+    """Whether the request was passed to `Engine.gate`."""
+    on_hold: bool = False
+    """Whether the request waits for the gate's answer; no token of it is computed then, see `Engine.hold`."""
+    failed_alone: bool = False
+    """Whether the request ran alone in a step that raised. If such a step raises again, the request fails."""
+
+
 class Sequence:
     """The state of one choice.
 
-    A step moves `num_computed_tokens` (tokens whose KV is in the pool) towards `num_tokens`; chunked prefill, prefix
-    hits, decoding and recomputing after a preemption are all that one rule. Whatever can be derived from `tokens`,
-    `num_computed_tokens` and `block_table` is a property, so that nothing can go stale over a preemption.
+    A step moves `num_computed_tokens` (tokens whose K and V are in the pool) towards `num_tokens`; chunked prefill,
+    prefix hits, decoding and recomputing after a preemption are all cases of this rule. Everything that follows from
+    `tokens`, `num_computed_tokens` and `block_table` is a property, so that a preemption cannot make it stale.
     """
 
     _uids = itertools.count()
@@ -91,7 +115,9 @@ class Sequence:
         "num_sent_tokens",
         "overtaken",
         "prompt_logprobs",
+        "rank",
         "request",
+        "state",
         "status",
         "stop",
         "text",
@@ -99,39 +125,43 @@ class Sequence:
         "uid",
     )
 
-    def __init__(self, request: Request, index: int, text: TextStream) -> None:
+    def __init__(self, state: RequestState, index: int, text: TextStream) -> None:
+        request = state.request
         self.uid: int = next(Sequence._uids)
-        """Unique in this process; keys sampler rows and block owners."""
+        """Unique in this process."""
         self.request = request
+        self.state = state
         self.index = index
-        """Which choice of the request this is, from 0."""
+        """Index of this choice among those of the request, from 0."""
+        self.rank: Rank = (state.turn, request.place, state.arrival, index)
+        """Order of service: the lowest rank is served first. Unique, and the same before and after a preemption."""
         self.tokens: list[int] = list(request.prompt)
         """Prompt ids, then output ids; append-only."""
         self.num_prompt_tokens = len(self.tokens)
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None
-        """Prompt tokens found in the prefix cache at the first admission; None before it."""
+        """Prompt tokens found in the prefix cache at the first admission; None before."""
         self.num_sent_tokens = 0
-        """Output ids that deltas have carried."""
+        """Number of output ids in the deltas so far."""
         self.block_table: list[int] = []
         """Block ids in the order of the tokens they hold."""
         self.host_table: list[int] = []
-        """Slots of the host tier, while SWAPPED."""
+        """Slots of the host tier, while the status is SWAPPED."""
         self.overtaken = 0
-        """How many came in before it while there was no room for it."""
+        """How many sequences were admitted before this one while there was no room for it."""
         self.block_hashes: list[bytes] = []
-        """Memo of the chained hashes of the full blocks of `tokens`; a function of `tokens` alone."""
+        """Cache of the chained hashes of the full blocks of `tokens`; they depend on nothing else."""
         self.text = text
         self.logprobs: list[TokenLogprobs] = []
-        """One entry an output id, where asked for."""
+        """One entry for each output id, if requested."""
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
-        """One entry a prompt id computed so far, where asked for; the first has no probability."""
+        """One entry for each prompt id computed so far, if requested; the first has no probability."""
         self.matcher: Matcher | None = request.grammar.matcher() if request.grammar is not None else None
-        """How far the text has come in its grammar."""
+        """State of the grammar after the output so far; None: free text."""
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop: str | int | None = None
-        """The stop string or stop id that ended the text, where one did."""
+        """The stop string or stop id that ended the text, if any."""
 
     def move_to(self, status: SequenceStatus) -> None:
         """Change the status.
@@ -157,13 +187,13 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether logprobs of prompt ids are still to be computed; the first choice does it for all."""
+        """Whether logprobs of prompt ids are still to be computed; only the first choice computes them."""
         wanted = self.request.params.prompt_logprobs is not None and self.index == 0
         return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """How many tokens a step may still compute; 1 while decoding, never 0 while the sequence lives."""
+        """Number of tokens that are not computed: 1 while decoding, never 0 while the sequence is live."""
         return len(self.tokens) - self.num_computed_tokens
 
     @property

@@ -1,4 +1,4 @@
-"""What the host hands to the device for a step."""
+"""Copies from the host to the device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from torch import Tensor
 
 
 def upload(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`values` as a tensor there. To a GPU it goes from pinned memory, so that the host waits for nothing."""
+    """Return `values` as a tensor on the device. The copy to a GPU is from pinned memory, so the host does not wait."""
     made = torch.tensor(values, dtype=dtype)
     return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)

@@ -1,12 +1,12 @@
-"""Linear layers whose rows don't depend on the batch.
+"""Linear layers that give a row the same bits in every batch.
 
-On CPUs with dot products of bf16 the products are our own (`csrc/gemm.h`), for any number of rows. Elsewhere they are
-oneDNN's with prepacked weights, which give a row the same bits for every number of rows from 2 on (measured in fp32
-and bf16); rows are padded to buckets there, since oneDNN builds one primitive for each row count that it meets. Other
-devices have `F.linear`.
+On CPUs with bf16 dot products, our own kernel (`csrc/gemm.h`) computes any number of rows. On other CPUs, oneDNN does,
+with prepacked weights; it gives a row the same bits for every number of rows from 2 on (measured in fp32 and bf16).
+Rows are padded to buckets there, since oneDNN builds a primitive for each number of rows. On other devices it is
+`F.linear`.
 
-int8 is W8A8: one scale for each output (weights) and for each row (inputs), both symmetric, sums in whole numbers. They
-are exact, so every implementation gives the same bits (LLM.int8(), Dettmers et al. 2022, without the outliers).
+int8 is W8A8: a scale for each output (weights) and for each row (inputs), both symmetric. Sums are integers and exact,
+so every implementation gives the same bits (LLM.int8(), Dettmers et al. 2022, without the outliers).
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from kernels import native
 from kernels.ops import quantize, silu_mul
 
 _FALLBACK_ROWS = 16
-"""`F.linear` on the CPU is another kernel for few rows."""
+"""Minimum number of rows for `F.linear` on the CPU, which uses another kernel for fewer rows."""
 _PANEL = 32
-"""Outputs whose weights lie together; `PANEL` of csrc/native.h."""
+"""Number of outputs in a panel of weights; `PANEL` in csrc/native.h."""
 _INT8_INPUTS = range(2, (1 << 16) + 1)
-"""`torch._int_mm` reads a single input's weights from a wrong place, and more products might not fit into 32 bits."""
+"""Numbers of inputs that int8 supports: `torch._int_mm` is wrong for a single input, and sums of more than 2^16
+products may overflow 32 bits."""
 
 
 def bucket(rows: int) -> int:
-    """The row count that `rows` is padded to for oneDNN: 2, 4, 8, 16, then multiples of 16."""
+    """Return the number of rows to which oneDNN's input is padded: 2, 4, 8, 16, then multiples of 16."""
     if rows <= 16:
         return max(2, 1 << (rows - 1).bit_length()) if rows > 1 else 2
     return -(-rows // 16) * 16
 
 
 def row_bucket(dtype: torch.dtype) -> Callable[[int], int]:
-    """What row counts a model of this type on the CPU is best given: any where the products are our own."""
+    """Return the function that rounds up numbers of rows for a model on the CPU: none is padded for our own kernel."""
     return (lambda rows: rows) if _native(dtype) is not None else bucket
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:
-    """`x` (`[n, ...]`) with zero rows appended up to `rows`."""
+    """Return `x` (`[n, ...]`) with rows of zeros appended up to `rows`."""
     if x.shape[0] == rows:
         return x
     out = x.new_zeros((rows, *x.shape[1:]))
@@ -54,7 +55,7 @@ def pad_rows(x: Tensor, rows: int) -> Tensor:
 
 @cache
 def can_prepack(dtype: torch.dtype) -> bool:
-    """Whether torch's private oneDNN operators exist here and compute right in `dtype`."""
+    """Check whether torch's private oneDNN operators exist and compute correctly in `dtype`."""
     weight = torch.arange(32 * 16, dtype=torch.float32).view(32, 16).remainder(7).sub(3).to(dtype)
     x = torch.arange(4 * 16, dtype=torch.float32).view(4, 16).remainder(5).sub(2).to(dtype)
     try:
@@ -66,7 +67,7 @@ def can_prepack(dtype: torch.dtype) -> bool:
 
 
 class _Product(Protocol):
-    """One way to compute `x @ weight.T + bias`."""
+    """An implementation of `x @ weight.T + bias`."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -108,14 +109,14 @@ class Linear:
 
     @property
     def invariant(self) -> bool:
-        """Whether a row's bits are the same for every row count, checked by running it."""
+        """Whether a row has the same bits for every number of rows, as a test run shows."""
         x = torch.randn(64, self.in_features, generator=torch.Generator().manual_seed(0)).to(self._dtype)
         whole = self(x)
         return all(torch.equal(self(x[:rows]), whole[:rows]) for rows in (1, 2, 3, 7, 16, 33))
 
 
 class _OneDnn:
-    """oneDNN's product with a prepacked weight, in buckets of rows."""
+    """The product of oneDNN with a prepacked weight; rows are padded to buckets."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -129,7 +130,7 @@ class _OneDnn:
 
 
 class _Plain:
-    """`F.linear` on the CPU."""
+    """`F.linear` on the CPU, with at least `_FALLBACK_ROWS` rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
@@ -140,7 +141,7 @@ class _Plain:
 
 
 class _Int8:
-    """W8A8 in torch's operations."""
+    """W8A8 with operations of torch."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._scales = _quantized(weight)
@@ -154,7 +155,7 @@ class _Int8:
 
 
 class _Packed:
-    """Our own product: bf16 or int8 weights in panels, rows of any number."""
+    """Our own kernel: bf16 or int8 weights in panels, any number of rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, gated: bool, int8: bool) -> None:
         outputs, self._inputs = weight.shape
@@ -206,14 +207,14 @@ class _Packed:
 
 
 def _native(dtype: torch.dtype) -> Any | None:
-    """The compiled kernels, if they multiply this type."""
+    """Return the compiled kernels if they have matrix products of this dtype; else None."""
     library = native.library()
     return library if library is not None and dtype == torch.bfloat16 and library.tm_has_matmul() else None
 
 
 def _panels(weight: Tensor, gated: bool) -> Tensor:
-    """bf16 or int8 `[out, in]` as the product reads it, int32 `[panels, in / lanes, PANEL]`: each is the few numbers of
-    an output that it multiplies at once. Panels of gates and of ups take turns."""
+    """Pack a weight, bf16 or int8 `[out, in]`, into panels as the kernel reads it: int32 `[panels, in / lanes, PANEL]`,
+    in which each int32 holds the `lanes` inputs of an output that one dot product takes."""
     words = weight.contiguous().view(torch.int32)  # [out, steps]
     count, steps = words.shape[0] // _PANEL, words.shape[1]
     panels = torch.empty((count, steps, _PANEL), dtype=torch.int32)
@@ -226,17 +227,17 @@ def _panels(weight: Tensor, gated: bool) -> Tensor:
 
 
 def _interleave(x: Tensor) -> Tensor:
-    """`[2 * n, ...]`, gates before ups: a panel of gates, a panel of ups, and so on."""
+    """Reorder `[2 * n, ...]`, all gates before all ups, to alternating panels of gates and of ups."""
     return x.view(2, -1, _PANEL, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
 
 
 def _padded(x: Tensor) -> Tensor:
-    """`x` with rows of zeros up to a whole panel."""
+    """Return `x` with rows of zeros appended up to a whole panel."""
     return pad_rows(x, -(-x.shape[0] // _PANEL) * _PANEL)
 
 
 def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 `[out, in]` and fp32 `[out]`: `weight` is close to their product."""
+    """Quantise a weight to int8 `[out, in]` and scales, fp32 `[out]`, whose product is close to it."""
     wide = weight.float()
     scales = wide.abs().amax(1) / 127
     return torch.round(wide / scales.clamp(min=1e-30)[:, None]).to(torch.int8), scales

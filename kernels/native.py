@@ -1,8 +1,8 @@
-"""The compiled kernels (`csrc/`), loaded through ctypes: a plain shared library, so that it builds without torch's
-headers and serves any version of torch.
+"""Loads the compiled kernels (`csrc/`) through ctypes: a plain shared library, which builds without the headers of
+torch and works with any version of torch.
 
-It links no OpenMP runtime. It starts its threads through the `GOMP_parallel` of the one that torch has loaded, and
-so shares torch's threads and `torch.set_num_threads`.
+It links no OpenMP runtime, but starts its threads with the `GOMP_parallel` of the runtime that torch has loaded, so it
+shares the threads of torch and `torch.set_num_threads`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Product(Structure):
 
 
 _VERSION = 4
-"""Of the functions and structures; in csrc/native.cpp too."""
+"""Version of functions and structures; the same number as in csrc/native.cpp."""
 _RETURN_INT = ("tm_version", "tm_choose", "tm_huge_pages", "tm_has_matmul")
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "tm_version": (),
@@ -129,13 +129,13 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 @cache
 def _load() -> tuple[Any | None, str]:
-    """The library, ready to use, or None and why."""
+    """Load the library; return it, or None and the reason."""
     path = _path()
     if path is None:
         return None, "the compiled kernels are not installed"
     found = ctypes.CDLL(str(path))
-    if found.tm_version() != _VERSION:  # first of all: another version may lack some of the functions
-        return None, "the compiled kernels are of another version: install the package again"
+    if found.tm_version() != _VERSION:  # before all other functions, which another version may not have
+        return None, "the compiled kernels are of another version: reinstall the package"
     for name, arguments in _SIGNATURES.items():
         getattr(found, name).argtypes = arguments
         getattr(found, name).restype = c_int if name in _RETURN_INT else None
@@ -149,25 +149,19 @@ def _load() -> tuple[Any | None, str]:
 
 
 def library() -> Any | None:
-    """The library; None where it was not built or the CPU lacks AVX2."""
+    """Return the library; None if it was not built or the CPU has no AVX2."""
     return _load()[0]
 
 
 def huge_pages(memory: torch.Tensor) -> None:
-    """Ask for huge pages where this contiguous tensor lies; best before anything is written there."""
+    """Ask the kernel for huge pages for the memory of a contiguous tensor; call it before the first write."""
     if (found := library()) is not None:
         found.tm_huge_pages(memory.data_ptr(), memory.nbytes)
 
 
 def missing() -> str:
-    """Why there is no library; empty if there is."""
+    """Return why `library` returns None; empty if it does not."""
     return _load()[1]
-
-
-def instruction_set() -> str:
-    """Which build of the kernels runs here: one of `INSTRUCTION_SETS`."""
-    found = library()
-    return INSTRUCTION_SETS[found.tm_choose(len(INSTRUCTION_SETS))] if found else "none"
 
 
 def _path() -> Path | None:
@@ -176,7 +170,7 @@ def _path() -> Path | None:
 
 
 def _gomp_parallel() -> int | None:
-    """The address of torch's `GOMP_parallel`: searched in libtorch_cpu and what it depends on, so never another's."""
+    """Return the address of torch's `GOMP_parallel`, from libtorch_cpu and its dependencies; None: not found."""
     torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         function = ctypes.CDLL(str(torch_cpu)).GOMP_parallel

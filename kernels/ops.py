@@ -20,7 +20,7 @@ __all__ = ["add_rms_norm", "argmax", "gelu_mul", "quantize", "rms_norm", "rotary
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / rms(x) * weight` over the last dimension, in fp32 up to the product with `weight` (Zhang, Sennrich 2019).
+    """Return `x / rms(x) * weight` over the last dimension, in fp32 before `weight` (Zhang and Sennrich 2019).
 
     A weight of x's dtype multiplies after the rounding to it, one of fp32 before.
     """
@@ -33,7 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of `x + residual`, and that sum, which may have taken the place of `residual`."""
+    """Return the norm of `x + residual`, and the sum, which may overwrite `residual`."""
     library = _library(x, residual, weight=weight)
     if library is None:
         return reference.add_rms_norm(x, residual, weight, eps)
@@ -43,7 +43,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up`, for `gate_up` of shape `[T, 2 * intermediate]`, gate first."""
+    """Return `silu(gate) * up`, `[T, intermediate]`, for `gate_up` of shape `[T, 2 * intermediate]`, gate first."""
     library = _library(gate_up)
     if library is None:
         return reference.silu_mul(gate_up)
@@ -55,7 +55,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """`gelu(gate) * up` as `silu_mul`, with the tanh form of GELU (Hendrycks, Gimpel 2016)."""
+    """Return `gelu(gate) * up`, as `silu_mul`, with the tanh form of GELU (Hendrycks and Gimpel 2016)."""
     library = _library(gate_up)
     if library is None:
         return reference.gelu_mul(gate_up)
@@ -67,7 +67,7 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
-    """`cap * tanh(x / cap)` of `x` (`[rows, cols]`), in fp32 up to the result. `x` may be overwritten."""
+    """Return `cap * tanh(x / cap)` of `x` (`[rows, cols]`), computed in fp32. `x` may be overwritten."""
     library = _library(x)
     if library is None:
         return reference.softcap(x, cap)
@@ -76,7 +76,7 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 
 
 def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The first place of each row's highest value (int64 `[rows]`), and whether all its values are finite (bool)."""
+    """Return the first index of each row's maximum (int64 `[rows]`), and whether all its values are finite (bool)."""
     library = native.library()
     if library is None or x.device.type != "cpu" or x.dtype not in native.DTYPES or x.stride(1) != 1:
         return reference.argmax(x)
@@ -94,7 +94,7 @@ def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row as whole numbers from -127 to 127, stored plus 128 (uint8 like `x`), and its step (fp32 `[rows]`)."""
+    """Quantise each row to integers from -127 to 127, stored plus 128 (uint8 like `x`), and a step (fp32 `[rows]`)."""
     library = _library(x)
     if library is None:
         return reference.quantize(x)
@@ -122,7 +122,7 @@ def _norm(library: Any, x: Tensor | None, residual: Tensor, weight: Tensor, out:
 
 
 def _library(*tensors: Tensor, weight: Tensor | None = None) -> Any | None:
-    """The compiled kernels, if they take these tensors. A norm's weight may be fp32 beside any."""
+    """Return the compiled kernels if they support these tensors; the weight of a norm may be fp32."""
     dtype = tensors[0].dtype
     if dtype not in native.DTYPES:
         return None

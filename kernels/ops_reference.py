@@ -17,7 +17,7 @@ GELU_INNER, GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / rms(x) * weight` over the last dimension, in fp32 up to the product with `weight` (Zhang, Sennrich 2019).
+    """Return `x / rms(x) * weight` over the last dimension, in fp32 before `weight` (Zhang and Sennrich 2019).
 
     Models differ in where they round: a weight of x's dtype multiplies after the rounding to it, one of fp32 before.
     """
@@ -29,7 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of `x + residual`, and that sum."""
+    """Return the norm of `x + residual`, and the sum."""
     residual = x + residual
     return rms_norm(residual, weight, eps), residual
 
@@ -51,7 +51,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up`, for `gate_up` of shape `[T, 2 * intermediate]`, gate first."""
+    """Return `silu(gate) * up`, `[T, intermediate]`, for `gate_up` of shape `[T, 2 * intermediate]`, gate first."""
     gate, up = gate_up.chunk(2, dim=-1)
     wide = gate.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     wide.div_(torch.neg(wide).exp_().add_(1))
@@ -59,7 +59,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """`gelu(gate) * up` as `silu_mul`, with the tanh form of GELU (Hendrycks, Gimpel 2016).
+    """Return `gelu(gate) * up`, as `silu_mul`, with the tanh form of GELU (Hendrycks and Gimpel 2016).
 
     Written with `exp`: (1 + tanh(y)) / 2 = 1 / (1 + e^-2y).
     """
@@ -71,19 +71,19 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
-    """`cap * tanh(x / cap)`, in fp32 up to the result. `x` may be overwritten."""
+    """Return `cap * tanh(x / cap)`, computed in fp32. `x` may be overwritten."""
     wide = x.float() / cap
     return (1 - 2 / (torch.exp(2 * wide) + 1)).mul_(cap).to(x.dtype)
 
 
 def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The first place of each row's highest value (int64 `[rows]`), and whether all its values are finite."""
+    """Return the first index of each row's highest value (int64 `[rows]`), and whether all its values are finite."""
     lowest, highest = torch.aminmax(x, dim=-1)
     return x.argmax(-1), torch.isfinite(lowest) & torch.isfinite(highest)
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row as whole numbers from -127 to 127, stored plus 128 (uint8 like `x`), and its step (fp32 `[rows]`).
+    """Quantise each row to integers from -127 to 127, stored plus 128 (uint8 like `x`), and its step (fp32 `[rows]`).
 
     A row that is not finite has a step of NaN.
     """

@@ -1,6 +1,6 @@
 """Services that put work into the queue for others: RQ jobs, the clerk, webhooks, the janitor.
 
-The client library is `tokenmill`; its names stay importable from here.
+The client library is `tokenmill`; the names that it had as `producer` stay importable from here.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""What is to be done when RQ kills a job.
+"""Cleans up after an RQ job that was stopped.
 
     with after_death(job, lambda: client.job(request).cancel()):
-        …                                   # what the job does
+        …                                   # the work of the job
 
-RQ stops a job by SIGKILL to its work horse and the horse's process group, so that neither code of the job nor a child
-of it can clean up; a callback (`on_stopped`) would be the enqueuer's to name. So a process in a session of its own
-waits for the horse to end, and where it ended in the middle, asks RQ whether it was stopped.
+RQ stops a job by SIGKILL to its work horse and the horse's process group, so that neither the job's code nor a child
+process of it can clean up; RQ's callback `on_stopped` must be named by the code that enqueues the job. So a watcher, a
+process in a session of its own, waits for the horse to end. If the horse ends within the block, the watcher asks RQ
+whether the job was stopped.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ from rq.exceptions import InvalidJobOperation
 from rq.job import Job, JobStatus
 
 VERDICT_S: Final = 30.0
-"""RQ's worker says within a moment what became of a job whose horse died; where the worker died too, nobody does."""
+"""Time limit for RQ's worker to set the status of a job whose horse died. If the worker died too, no status comes."""
 _POLL_S: Final = 0.1
 
 
 @contextmanager
 def after_death(job: Job, action: Callable[[], None]) -> Iterator[None]:
-    """Run `action`, in another process, if this one is killed within the block because somebody stopped the job.
+    """Run `action`, in another process, if this process is killed within the block because the job was stopped.
 
-    A job whose horse died for another reason is left as it is, so that its retry finds what it had begun. `action`
-    makes its own connections: it runs in a fork.
+    If the horse dies for another reason, nothing is done, so that the job's retry finds its request. `action` runs in a
+    fork and must make its own connections.
     """
     ours, theirs = get_context("fork").Pipe()
     watcher = get_context("fork").Process(target=_watch, args=(ours, theirs, job, action), daemon=True)
     watcher.start()
     theirs.close()
-    ours.recv()  # it has left our process group
+    ours.recv()  # the watcher has left this process group
     try:
         yield
     finally:
         try:
             ours.send(True)
-        except BrokenPipeError:  # somebody killed the watcher; there is nothing left to call off
-            job.log.warning("Job %s: its watcher is gone", job.id)
+        except BrokenPipeError:
+            job.log.warning("Job %s: the process that would clean up after a stop was killed", job.id)
         ours.close()
         watcher.join()
 
@@ -58,12 +59,12 @@ def _watch(parents: Connection, pipe: Connection, job: Job, action: Callable[[],
         pipe.recv()
     except EOFError:
         if was_stopped(job, VERDICT_S):
-            job.log.info("Job %s: stopped; its requests are cancelled", job.id)
+            job.log.info("Job %s was stopped in RQ; cancelling its requests", job.id)
             action()
 
 
 def was_stopped(job: Job, seconds: float) -> bool:
-    """True where RQ says so of a job whose horse is dead; waits for its verdict."""
+    """Return whether RQ stopped or cancelled a job whose horse is dead; wait up to `seconds` for its status."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:

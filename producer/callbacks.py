@@ -1,11 +1,12 @@
-"""The stream `callbacks`, delivered: each finished job that asked for it is told to its URL.
+"""Delivers the stream `callbacks`: posts the result of each finished job with a `callback` to its URL.
 
     Courier(url, keys, settings).run(50) -> {"delivered": …, "put_off": …, "dead": …}
 
-A consumer group hands the entries out; an entry is acked and deleted when its receiver has answered 2xx, when it is
-put off to a later try (a sorted set) or when it is given up (the stream `callbacks-dead`), each in one transaction.
-What a clerk held when it died is taken over after a lease. So a webhook comes at least once: twice where the clerk
-dies, or Redis goes, between the receiver's 2xx and the ack. `webhook-id` is the same then.
+Clerks read the stream as a consumer group. An entry is acknowledged and deleted, in one transaction, when its receiver
+has answered 2xx, when it is put off to a later try (a sorted set), or when it is given up (the stream
+`callbacks-dead`). Entries of a clerk that died are taken over after a lease. So a webhook is delivered at least once: a
+second time, with the same `webhook-id`, if the clerk dies or Redis goes away between the receiver's 2xx and the
+acknowledgement.
 """
 
 from __future__ import annotations
@@ -34,16 +35,19 @@ from tokenmill.protocol.connection import blocking_client, command_client
 from tokenmill.protocol.errors import clean
 from tokenmill.protocol.faults import transient
 from tokenmill.protocol.keys import DEAD_MAXLEN, Keys, is_name
-from tokenmill.protocol.lua import Runner
+from tokenmill.protocol.lua import Runner, encode
+from tokenmill.protocol.worker_calls import remove_consumer_call
 
 CLERKS: Final = "clerks"
 """The consumer group of `callbacks`."""
 THREADS: Final = 16
+"""Number of calls at the same time."""
 BLOCK_MS: Final = 500
+"""How long one blocking read waits."""
 KEEP_S: Final = 86_400
 """A result whose callback is put off lives at least so long beyond the next try."""
 QUIET_S: Final = 30.0
-"""A host that did not answer is left alone so long, lest it hold up the others."""
+"""A host that did not answer is not called for so long, so that it does not delay callbacks to other hosts."""
 
 _COUNT: Final = re.compile(r"[0-9]{1,9}")
 
@@ -52,7 +56,7 @@ log = structlog.get_logger(__name__)
 
 
 class Outcome(enum.StrEnum):
-    """What became of a callback."""
+    """How the handling of a callback ended."""
 
     DELIVERED = "delivered"
     PUT_OFF = "put_off"
@@ -61,22 +65,26 @@ class Outcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Callback:
-    """An entry of the stream."""
+    """An entry of the stream `callbacks`."""
 
     entry: str
+    """The ID of the entry."""
     id: str
+    """The job's id."""
     url: str
     attempts: int
-    """Tries so far."""
+    """Number of earlier tries."""
 
     @classmethod
     def of(cls, entry: bytes, fields: dict[bytes, bytes]) -> Self:
+        """Read the fields of an entry; a missing or malformed field becomes empty or 0."""
         texts = {name: fields.get(name, b"").decode("utf-8", "replace") for name in (b"id", b"url", b"attempts")}
         attempts = _COUNT.fullmatch(texts[b"attempts"])
         return cls(entry.decode(), texts[b"id"], texts[b"url"], int(attempts[0]) if attempts else 0)
 
     @property
     def host(self) -> str:
+        """Host of the URL; empty for a malformed URL."""
         try:
             return parse_callback(self.url).host
         except CallbackError:
@@ -84,7 +92,7 @@ class Callback:
 
 
 def ensure_clerks(client: redis.Redis, keys: Keys) -> None:
-    """Create the group at 0, so that nothing written before is missed."""
+    """Create the consumer group at 0, so that it also gets the entries that were written before."""
     try:
         client.xgroup_create(keys.callbacks, CLERKS, id="0", mkstream=True)
     except ResponseError as error:
@@ -93,7 +101,7 @@ def ensure_clerks(client: redis.Redis, keys: Keys) -> None:
 
 
 class Courier:
-    """Delivers for one queue; several may do so at once. Close it."""
+    """Delivers the callbacks of one queue; several couriers may run at the same time. Call `close` at the end."""
 
     def __init__(
         self, url: str, keys: Keys, settings: WebhookSettings, send: Post = post, block_ms: int = BLOCK_MS
@@ -104,20 +112,21 @@ class Courier:
         self._keys, self._settings, self._send, self._block_ms = keys, settings, send, block_ms
         self._name = f"{socket.gethostname()}:{getpid()}:{secrets.token_hex(4)}"
         self._quiet: dict[str, float] = {}
-        """Hosts that did not answer, and until when they are left alone."""
+        """Host that did not answer → moment of `time.monotonic()` until which it is not called."""
 
     def close(self) -> None:
+        """Close the connections."""
         self._client.close()
         self._blocking.close()
 
     def run(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> dict[str, int]:
-        """Deliver for so long, or until `stop`, or until Redis is away; returns how many came to which `Outcome`.
+        """Deliver for `seconds`, or until `stop` returns true or Redis is away; return {outcome: number}.
 
-        What was held when Redis went comes again after a lease.
+        Entries that were held when Redis went away are delivered again after a lease.
 
         Raises:
-            redis.RedisError: Redis refuses a command for good.
-            ValueError: something waits, and the settings lack what its delivery needs.
+            redis.RedisError: Redis refuses a command.
+            ValueError: a callback waits, and a setting that its delivery needs is missing.
         """
         tally: Counter[str] = Counter()
         try:
@@ -136,22 +145,22 @@ class Courier:
                 taken = self._take(THREADS - len(flying), idle=not flying)
                 flying |= {pool.submit(self._deliver, callback) for callback in taken}
                 done, flying = wait(flying, 0 if taken else self._block_ms / 1000, FIRST_COMPLETED)
-                tally.update(one.result() for one in done)
-        tally.update(one.result() for one in flying)
-        self._runner.run("remove_consumer", [self._keys.callbacks], [CLERKS, self._name])
+                tally.update(future.result() for future in done)
+        tally.update(future.result() for future in flying)
+        self._runner.run(*remove_consumer_call(self._keys.callbacks, CLERKS, self._name))
 
     def _take(self, count: int, idle: bool) -> list[Callback]:
-        """At most `count` callbacks: what is due again, what a dead clerk held, what is new. Waits only where `idle`.
+        """Read at most `count` callbacks: due retries, entries of dead clerks, and new entries; wait only if `idle`.
 
-        Never more than can be begun now: the lease runs from here on.
+        The lease of an entry runs from here on, so `count` must not exceed the number of calls that can begin now.
         """
         if count == 0:
             return []
         stream = self._keys.callbacks
-        self._runner.run("callbacks_due", [self._keys.callbacks_delayed, stream], [count])
+        self._runner.run("callbacks_due", [self._keys.callbacks_delayed, stream], [encode(limit=count)])
         lease_ms = round(self._settings.lease_s * 1000)
         claimed: Any = self._client.xautoclaim(stream, CLERKS, self._name, lease_ms, count=count)
-        entries: list[Any] = [one for one in claimed[1] if one[1] is not None]
+        entries: list[Any] = [entry for entry in claimed[1] if entry[1] is not None]
         if len(entries) < count:
             reader, block = (self._blocking, self._block_ms) if idle and not entries else (self._client, None)
             streams: dict[Any, Any] = {stream: ">"}
@@ -175,15 +184,19 @@ class Courier:
         return Outcome.DELIVERED
 
     def _result(self, job_id: str) -> bytes:
-        """Whoever may write to the stream may name anything; that must end its own entry, never the clerk."""
+        """Read the result of a job.
+
+        Raises:
+            Refused: there is none. An entry may name any id: a wrong one must end this entry, not the clerk.
+        """
         if not is_name(job_id):
-            raise Refused("the id is none of a job")
+            raise Refused("the id is not the id of a job")
         try:
             body: Any = self._client.get(self._keys.result(job_id))
         except ResponseError as error:
             if not str(error).startswith("WRONGTYPE"):
                 raise
-            raise Refused("there is no result under its key") from None
+            raise Refused("there is no result under its key, but a value of another type") from None
         if body is None:
             raise Refused("the result has expired")
         return bytes(body)
@@ -222,7 +235,7 @@ class Courier:
         return Outcome.DEAD
 
     def _settle(self, callback: Callback, instead: Callable[[Pipeline], object] | None = None) -> None:
-        """Ack and delete the entry, in one transaction with what takes its place."""
+        """Acknowledge and delete the entry, in one transaction with the commands that `instead` adds."""
         with self._client.pipeline(transaction=True) as pipe:
             if instead is not None:
                 instead(pipe)

@@ -1,11 +1,11 @@
-"""The clerk: an RQ worker that keeps the queue's own chores going.
+"""The clerk: an RQ worker that keeps the queue's own chores running.
 
     rq worker --worker-class producer.clerk.ClerkWorker --serializer json --with-scheduler clerk
 
-It is RQ's worker with one duty more: the jobs in `CHORES` are always queued, scheduled or running, on the first queue
-that it listens on. Each is one RQ job with a fixed id that RQ repeats; one that failed is queued again, and any
-number of clerks may run beside each other. (`rq cron` cannot do it: it enqueues with pickle, which a worker of JSON
-does not read.)
+It is RQ's worker with one additional duty: it keeps the jobs in `CHORES` queued, scheduled or running on the first
+queue that it listens on. Each chore is an RQ job with a fixed id that RQ repeats; a failed chore is queued again. Any
+number of clerks may run beside each other. (`rq cron` cannot do this: it enqueues with pickle, which a worker with
+`--serializer json` does not read.)
 """
 
 from __future__ import annotations
@@ -26,23 +26,28 @@ from producer.webhook import WebhookSettings
 from tokenmill.cli.console import warn_of_variables
 
 FOREVER: Final = 2**31 - 1
+"""Number of repeats of a chore."""
 LOST_AFTER: Final = timedelta(minutes=1)
+"""A chore that is `queued` for so long, and is in no queue, is lost."""
 
 
 class Chore(NamedTuple):
-    """A job that is to be run again and again."""
+    """A job that RQ runs repeatedly."""
 
     function: str
+    """Name in `producer.jobs`."""
     pause_s: int
+    """Seconds between two runs."""
     timeout_s: int
+    """Time limit of one run."""
 
 
 CHORES: Final = (Chore("deliver_callbacks", 1, 180), Chore("janitor", 300, 180))
-"""`deliver_callbacks` runs for most of a minute at a time; its pauses are for the other jobs of the worker."""
+"""`deliver_callbacks` runs for most of a minute at a time; in its pauses the worker runs other jobs."""
 
 
 class ClerkWorker(SteadyWorker):
-    """An RQ worker that looks after the chores whenever it does RQ's maintenance, every ten seconds or so."""
+    """An RQ worker that checks the chores together with RQ's maintenance, about every ten seconds."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_environment(os.environ)
@@ -52,21 +57,25 @@ class ClerkWorker(SteadyWorker):
         self.maintenance_interval = min(self.maintenance_interval, 10)
 
     def get_heartbeat_ttl(self, job: Job, working_time: float = 0.0) -> int:
-        """Three heartbeats, not a minute: what a killed worker left is to go on soon, and our jobs may run twice."""
+        """Return three heartbeats instead of a minute, so that jobs of a killed worker are retried soon.
+
+        The jobs of this project are idempotent: they may run twice.
+        """
         interval: int = self.job_monitoring_interval
         return 3 * interval
 
     def run_maintenance_tasks(self) -> None:
+        """Run RQ's maintenance, then enqueue the chores that are not under way."""
         super().run_maintenance_tasks()  # type: ignore[no-untyped-call]
         for chore in CHORES:
             keep_going(self.queues[0], chore)
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
-    """Tell which of our variables is wrong, before a chore fails for it, and which is misspelt.
+    """Check this project's environment variables before a chore fails because of them; warn of misspelt variables.
 
     Raises:
-        SystemExit: with status 2, where one is wrong; it was told in one line.
+        SystemExit: with status 2, after one line on stderr that names the variable with a wrong value.
     """
     warn_of_variables(environ)
     try:
@@ -78,7 +87,7 @@ def check_environment(environ: Mapping[str, str]) -> None:
 
 
 def keep_going(queue: Queue, chore: Chore) -> None:
-    """Enqueue a chore unless it is under way. One that an operator cancelled (`rq` or its dashboard) stays so."""
+    """Enqueue a chore unless it is under way. A chore that an operator cancelled in RQ stays cancelled."""
     served = os.environ.get("TOKENMILL_QUEUE") or "default"
     job_id = f"clerk-{served}-{chore.function}".replace(".", "_")
     try:
@@ -94,7 +103,7 @@ def keep_going(queue: Queue, chore: Chore) -> None:
 
 
 def _is_lost(job: Job) -> bool:
-    """A worker that dies between taking a job and noting so leaves it `queued`, and in no queue."""
+    """Return whether a job is `queued` but in no queue: its worker died after taking it, before setting its status."""
     if job.get_status(refresh=False) != JobStatus.QUEUED or job.enqueued_at is None:
         return False
     return datetime.now(UTC) - job.enqueued_at > LOST_AFTER and job.get_position() is None

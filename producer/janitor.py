@@ -1,9 +1,9 @@
-"""What nobody else cleans up in a queue.
+"""Cleans up what workers and clients leave in a queue.
 
     clean_up(client, keys) -> {"consumers": …, "groups": …, "jobs": …}
 
-Consumers that dead workers left behind, groups of jobs that will never be complete, and jobs whose entry somebody
-deleted. A consumer that holds entries is never deleted: its entries would be lost with it.
+It removes consumers of dead workers, lets groups that will never be complete expire, and ends jobs whose entry was
+deleted by hand. A consumer that holds entries is never deleted: its entries would be lost.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from tokenmill.protocol.keys import GROUP, RESULT_TTL_S, Keys
 from tokenmill.protocol.lua import Runner
 from tokenmill.protocol.meta import whole
 from tokenmill.protocol.scripts import Scripts
+from tokenmill.protocol.worker_calls import remove_consumer_call
 
 IDLE_S: Final = 3600.0
-"""A consumer that did nothing for so long and holds nothing is gone. One that comes back is created again by its
-read."""
-
-
+"""A consumer that was idle for so long and holds no entry is removed. Its next read would create it again."""
 RECONCILED: Final = 1000
-"""Jobs whose entries are looked for in one call; workers do so all the time, a few a second."""
+"""Number of jobs whose entries are looked for in one call. Workers do the same all the time, a few jobs a second."""
 
 
 def clean_up(client: redis.Redis, keys: Keys, idle_s: float = IDLE_S) -> dict[str, int]:
-    """Clean up once; returns what was removed, given a time to live or ended. Safe beside workers, clerks and other
-    janitors."""
+    """Clean up once; return how many consumers were removed, groups got a time to live, and jobs were ended.
+
+    Safe beside workers, clerks and other janitors.
+
+    Args:
+        idle_s: seconds after which a consumer without entries is removed.
+    """
     jobs = Scripts(client, keys).reconcile(RECONCILED)
     return {"consumers": _consumers(client, keys, idle_s), "groups": _groups(client, keys), "jobs": jobs}
 
@@ -48,16 +51,16 @@ def _consumers(client: redis.Redis, keys: Keys, idle_s: float) -> int:
             name = consumer["name"].decode("utf-8", "replace")
             alive = group == GROUP and client.exists(keys.worker(name))
             if consumer["idle"] >= idle_s * 1000 and consumer["pending"] == 0 and not alive:
-                # The script looks at what is pending again: it may have read meanwhile.
-                removed += runner.run("remove_consumer", [stream], [group, consumer["name"]])
+                # The script checks the pending entries again: the consumer may have read meanwhile.
+                removed += runner.run(*remove_consumer_call(stream, group, consumer["name"]))
     return removed
 
 
 def _groups(client: redis.Redis, keys: Keys) -> int:
-    """Give groups that nothing will finish the life of a finished one.
+    """Give groups that will never be complete the time to live of a complete group; return the number of keys.
 
-    Where something waits, runs or is delayed it may belong to a group that looks abandoned, so that nothing is done
-    then. An enqueue into such a group makes it permanent again.
+    Does nothing while any job waits, runs or is delayed, since it may belong to a group that looks abandoned. A later
+    enqueue into such a group makes it permanent again.
     """
     if any(client.xlen(lane) for lane in keys.lanes) or client.zcard(keys.delayed):
         return 0

@@ -1,14 +1,14 @@
-"""Jobs for RQ 3: a service that enqueues with RQ gets its answers, files and webhooks through it.
+"""Jobs for RQ 3: a service can use RQ for single requests, batch files and webhooks.
 
     queue = rq.Queue("tokenmill", connection=redis, serializer=rq.serializers.JSONSerializer)
     queue.enqueue("producer.jobs.generate", kwargs={"prompt": "Hello", "max_tokens": 32}, retry=rq.Retry(max=3))
     queue.enqueue("producer.jobs.run_batch", kwargs={"input": "in.jsonl", "output": "out.jsonl"}, job_timeout=-1)
 
-and `rq worker --serializer json tokenmill` runs them. They only submit and wait: the model is the tokenmill worker's.
-Arguments and results are plain JSON, and torch is never imported. `docs/rq.md` has the whole of it.
+and `rq worker --serializer json tokenmill` runs them. The jobs only submit and wait: the model runs in the tokenmill
+worker. Arguments and results are plain JSON, and torch is never imported. See `docs/rq.md`.
 
-Where a job is killed and retried, it finds its request by id and waits for that one. `REDIS`, `QUEUE` and `PREFIX`
-name the variables that say where the queue is.
+A job that is killed and retried finds its earlier request by id and waits for it. `REDIS`, `QUEUE` and `PREFIX` are the
+names of the environment variables with the queue's address.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import orjson
@@ -53,17 +53,21 @@ REDIS: Final = "TOKENMILL_REDIS"
 QUEUE: Final = "TOKENMILL_QUEUE"
 PREFIX: Final = "TOKENMILL_PREFIX"
 LONGEST_ID: Final = 112
-"""Of an RQ job, so that ids with a generation are ids of ours."""
+"""Maximum length of an RQ job's id: with the generation behind it, it must be a valid id of a request."""
 LEAST_S: Final = 2.0
-"""Webhooks are delivered for so long before another job gets its turn."""
+"""Minimum time for which webhooks are delivered before another RQ job gets its turn."""
 PROMOTE_S: Final = 0.5
-"""How often delayed jobs are moved while webhooks are delivered."""
+"""How often due delayed jobs are moved into their lanes while webhooks are delivered."""
 POLL_S: Final = 1.0
-"""How often a waiting job asks RQ whether it was cancelled."""
+"""How often a running job asks RQ whether it was cancelled."""
 
 
 class RequestFailed(Exception):
-    """The request ended, and did not succeed; what it came to stays at its id. A retry submits it anew."""
+    """The request ended without success. Its result stays at its id; a retry of the RQ job submits a new request.
+
+    Attributes:
+        result: the result of the request.
+    """
 
     def __init__(self, result: Result) -> None:
         self.result = result
@@ -82,25 +86,30 @@ def generate(
     stream: bool = False,
     **request: Any,
 ) -> dict[str, Any]:
-    """Run one request and return its result as docs/protocol.md has it: `["choices"][0]["text"]` is the text.
+    """Run one request and return its result in the form of docs/protocol.md: `["choices"][0]["text"]` is the text.
 
-    Its id is the RQ job's with `.g1` behind it: a job that is retried after a crash waits for that same request, one
-    that is retried after a result that was no success submits `.g2`, and so on. `request`: as `Client.submit`.
+    The request's id is the RQ job's id followed by `.g1`. A job that is retried after a crash waits for the same
+    request; a job that is retried after a result without success submits a new request `.g2`, and so on.
+
+    Args:
+        redis_url, queue, prefix: address of the queue; None: from the environment.
+        request: further arguments of `Client.submit`.
 
     Raises:
-        RequestFailed: it failed, expired or was cancelled.
+        RequestFailed: the request failed, expired or was cancelled.
         JobError: the request is malformed.
     """
     job = _running()
     with _client(redis_url, queue, prefix) as client:
         mine = client.job(_current_id(client, job))
         note = {"queue": client.keys.queue, "request": mine.id, "status": "submitted"}
-        _tell(job, note)
+        _note(job, note)
         with after_death(job, lambda: _cancel(mine.id, redis_url, queue, prefix)):
-            with suppress(JobExists):  # submitted by this very job, before it was killed
+            # `JobExists`: submitted by an earlier run of this RQ job, which was killed.
+            with _cancelled_when_late(job, mine), suppress(JobExists):
                 client.submit(prompt, messages=messages, id=mine.id, stream=stream, **{"wait": True, **request})
             result = _wait(job, mine)
-        _tell(job, {**note, "status": result.status.value, "tokens": result.usage.completion_tokens})
+        _note(job, {**note, "status": result.status.value, "tokens": result.usage.completion_tokens})
     if not result.ok:
         raise RequestFailed(result)
     return dict(orjson.loads(result.to_json()))
@@ -116,13 +125,13 @@ def run_batch(
     queue: str | None = None,
     prefix: str | None = None,
 ) -> dict[str, int]:
-    """Run a batch file, as `tokenmill batch run`; returns how many lines there are, succeeded and failed.
+    """Run a batch file, as `tokenmill batch run`; return the numbers `total`, `succeeded` and `failed`.
 
-    A job that is retried goes on where it was; one that is stopped cancels what is in flight. Paths are the RQ
-    worker's. Give it a long `job_timeout`.
+    A job that is retried continues the run; a job that is stopped cancels its requests in flight. Paths are paths on
+    the RQ worker's machine. Enqueue it with a long `job_timeout`.
 
     Raises:
-        tokenmill.batch.BatchInvalid: the file is no batch; nothing was submitted.
+        tokenmill.batch.BatchInvalid: the input is not a batch file; nothing was submitted.
         tokenmill.batch.BatchError: a file cannot be written, or the job was cancelled.
     """
     job, files = _running(), (input, output, errors)
@@ -140,21 +149,21 @@ def run_batch(
             raise
         if not report.complete:
             _clean_up(cancel)
-            raise batch.BatchStopped("the job was cancelled in RQ")
+            raise batch.BatchStopped(f"RQ job {job.id} was cancelled in RQ")
     return {"total": report.total, "succeeded": report.succeeded, "failed": report.failed}
 
 
 def _follow(job: RqJob, input: str, output: str, errors: str | None, client: Client, window: int) -> batch.BatchReport:
-    """Run the file; its progress goes to RQ, and a cancel in RQ stops it."""
-    stop, asked, told = threading.Event(), _asked(job), -POLL_S
+    """Run the file; note the progress in the RQ job, and stop if the job is cancelled in RQ."""
+    stop, cancelled, noted = threading.Event(), _cancelled(job), -POLL_S
 
     def progress(now: batch.Progress) -> None:
-        nonlocal told
-        if asked():
+        nonlocal noted
+        if cancelled():
             stop.set()
-        if time.monotonic() >= told + POLL_S or now.done == now.total:
-            told = time.monotonic()
-            _tell(job, {"total": now.total, "succeeded": now.succeeded, "failed": now.failed, "file": input})
+        if time.monotonic() >= noted + POLL_S or now.done == now.total:
+            noted = time.monotonic()
+            _note(job, {"total": now.total, "succeeded": now.succeeded, "failed": now.failed, "file": input})
 
     return batch.run(input, output, errors, client=client, window=window, progress=progress, stop=stop)
 
@@ -162,19 +171,19 @@ def _follow(job: RqJob, input: str, output: str, errors: str | None, client: Cli
 def deliver_callbacks(
     seconds: float = 50.0, *, redis_url: str | None = None, queue: str | None = None, prefix: str | None = None
 ) -> dict[str, int]:
-    """Deliver webhooks for so long, then return how many were delivered, put off to a later try and given up.
+    """Deliver webhooks for `seconds`; return how many were delivered, put off to a later try, and given up.
 
-    Delayed jobs that are due are moved into their lanes meanwhile, so that they join with no worker alive, too. Ends
-    early where its RQ worker is asked to stop or another job waits behind it. Whom it may call and how it signs
-    is the environment's to say.
+    Meanwhile due delayed jobs are moved into their lanes, so that this happens even if no worker is alive. The job ends
+    early if its RQ worker is asked to stop, or another RQ job waits behind it. The allowed hosts and the signing keys
+    come from the environment.
 
     Raises:
-        ValueError: a setting is missing or wrong; nothing is lost.
+        ValueError: a setting is missing or wrong; no callback is lost.
     """
     with _client(redis_url, queue, prefix) as client:
         scripts = Scripts(client.redis, client.keys)
         try:
-            scripts.promote()  # whatever is wrong with the settings of webhooks
+            scripts.promote()  # before the settings of webhooks are checked, which may be wrong
         except RedisError as error:
             _check_transient(error)
         courier = Courier(redis_url or place(os.environ)[0], client.keys, WebhookSettings.of(os.environ))
@@ -191,7 +200,11 @@ def janitor(
     queue: str | None = None,
     prefix: str | None = None,
 ) -> dict[str, int]:
-    """Remove consumers that hold nothing and did nothing for so long, and let abandoned groups expire."""
+    """Remove consumers without entries that were idle for `idle_seconds`, and let abandoned groups expire.
+
+    Returns:
+        How many consumers were removed, groups got a time to live, and jobs without an entry were ended.
+    """
     with _client(redis_url, queue, prefix) as client:
         return client.patiently(lambda: clean_up(client.redis, client.keys, idle_seconds), outage_s=BRIEF_S)
 
@@ -199,15 +212,15 @@ def janitor(
 def _running() -> RqJob:
     job = rq.get_current_job()
     if job is None:
-        raise RuntimeError("not inside of an RQ job; without RQ use producer.Client")
+        raise RuntimeError("this function must run as an RQ job; without RQ use tokenmill.Client")
     return job
 
 
 def place(environ: Mapping[str, str]) -> tuple[str, str, str]:
-    """URL, queue and prefix as the environment has them.
+    """Return URL of Redis, queue and prefix from the environment variables.
 
     Raises:
-        ValueError: one is wrong; the message begins with its variable.
+        ValueError: a value is wrong; the message begins with the variable's name.
     """
     try:
         url = check_url(environ.get(REDIS) or DEFAULT_URL)
@@ -223,7 +236,10 @@ def _client(url: str | None, queue: str | None, prefix: str | None) -> Client:
 
 
 def _current_id(client: Client, job: RqJob) -> str:
-    """The id of the first generation that has not failed, and is not about to be cancelled."""
+    """Return the id of the request to submit or wait for: the first generation that has not ended without success.
+
+    A generation for which a cancel is set counts as ended.
+    """
     base = job.id if len(job.id) <= LONGEST_ID else hashlib.sha256(job.id.encode()).hexdigest()
     for generation in itertools.count(1):
         request = f"{base}.g{generation}"
@@ -235,8 +251,8 @@ def _current_id(client: Client, job: RqJob) -> str:
 
 
 def _wait(job: RqJob, request: Job) -> Result:
-    cancelled = _asked(job)
-    try:
+    cancelled = _cancelled(job)
+    with _cancelled_when_late(job, request):
         while True:
             try:
                 return request.result(timeout=POLL_S)
@@ -244,6 +260,13 @@ def _wait(job: RqJob, request: Job) -> Result:
                 if cancelled():
                     with suppress(TimeoutError):  # Redis is away: the next round tries again
                         request.cancel("cancelled in RQ", timeout=POLL_S)
+
+
+@contextmanager
+def _cancelled_when_late(job: RqJob, request: Job) -> Iterator[None]:
+    """Cancel a request if its RQ job exceeds its `job_timeout` within the block and will not be retried."""
+    try:
+        yield
     except JobTimeoutException:
         if not job.retries_left:
             _clean_up(lambda: request.cancel("time-out in RQ", timeout=CLEAN_UP_S))
@@ -251,11 +274,11 @@ def _wait(job: RqJob, request: Job) -> Result:
 
 
 def _clean_up(cancel: Callable[[], object]) -> None:
-    """Cancel what a job leaves unfinished; an error of the cancel is logged, so that it does not hide the job's own."""
+    """Cancel the unfinished requests of a job; an error of the cancel is logged, so that it does not hide the job's."""
     try:
         cancel()
     except (RedisError, TimeoutError, batch.BatchError) as error:
-        log.warning("requests of an RQ job that has ended go on, as they could not be cancelled: %s", error)
+        log.warning("could not cancel the requests of an RQ job that has ended; they go on: %s", error)
 
 
 def _cancel(request: str, url: str | None, queue: str | None, prefix: str | None) -> None:
@@ -263,8 +286,8 @@ def _cancel(request: str, url: str | None, queue: str | None, prefix: str | None
         client.job(request).cancel("stopped in RQ")
 
 
-def _asked(job: RqJob) -> Callable[[], bool]:
-    """Whether somebody cancelled or deleted the job while it runs; RQ is asked once in `POLL_S`."""
+def _cancelled(job: RqJob) -> Callable[[], bool]:
+    """Return a function that says whether the running job was cancelled or deleted; it asks RQ once in `POLL_S`."""
     asked, last = False, -POLL_S
 
     def probe() -> bool:
@@ -283,7 +306,7 @@ def _asked(job: RqJob) -> Callable[[], bool]:
 
 
 def _promoting(scripts: Scripts, stop: Callable[[], bool]) -> Callable[[], bool]:
-    """`stop`, which is asked all the time, with a look at the delayed jobs once in `PROMOTE_S`."""
+    """Return `stop`, extended to move due delayed jobs into their lanes once in `PROMOTE_S`; it is called often."""
     last = time.monotonic()
 
     def probe() -> bool:
@@ -297,7 +320,10 @@ def _promoting(scripts: Scripts, stop: Callable[[], bool]) -> Callable[[], bool]
 
 
 def _makes_way(job: RqJob | None) -> Callable[[], bool]:
-    """Whether the RQ worker, which waits for this job, was asked to stop, or another job waits behind it."""
+    """Return a function that says whether this job should end early.
+
+    It should if its RQ worker was asked to stop, or after `LEAST_S` if another job waits in the same RQ queue.
+    """
     if job is None:
         return lambda: False
     key = f"{RqWorker.redis_worker_namespace_prefix}{job.worker_name}"
@@ -312,8 +338,8 @@ def _makes_way(job: RqJob | None) -> Callable[[], bool]:
     return probe
 
 
-def _tell(job: RqJob, what: dict[str, Any]) -> None:
-    """Note it where `rq` and its dashboards show it. A Redis that is away does not end the job for that."""
+def _note(job: RqJob, what: dict[str, Any]) -> None:
+    """Write a note into the RQ job's `meta`, where `rq` and dashboards show it. An outage of Redis is ignored."""
     job.meta["tokenmill"] = what
     try:
         job.save_meta()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""`python -m producer.probe`: does an RQ worker live on this machine? For the health checks of containers.
+"""`python -m producer.probe`: checks whether an RQ worker is alive on this host. For health checks of containers.
 
-Looks among the workers that RQ lists at `RQ_REDIS_URL` for one of this host; RQ forgets those that show no sign of
-life. Exit 0: there is one; 1: there is none, or Redis cannot be asked; 2: the variable is wrong.
+It looks for a worker of this host in RQ's list at `RQ_REDIS_URL`; RQ removes workers without a heartbeat. Exit status
+0: a worker is alive; 1: none is, or Redis cannot be reached; 2: the variable is wrong.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tokenmill.protocol.connection import DEFAULT_URL, command_client
 
 
 def probe(url: str, hostname: str) -> bool:
-    """Whether RQ lists a worker of `hostname`."""
+    """Return whether RQ lists a worker of `hostname`."""
     with command_client(url, retries=0) as client:
         return any(worker.hostname == hostname for worker in Worker.all(connection=client))
 
 
 def main() -> int:
-    """The exit status."""
+    """Print the state of this host's RQ worker; return the exit status."""
     try:
         alive = probe(os.environ.get("RQ_REDIS_URL", DEFAULT_URL), socket.gethostname())
     except ValueError as error:

@@ -1,13 +1,13 @@
-"""An RQ worker that outlives failovers of Redis, and that always ends when it is asked to.
+"""An RQ worker that survives failovers of Redis, and that always ends after a signal to stop.
 
     rq worker --worker-class producer.rqworker.SteadyWorker --serializer json --with-scheduler QUEUE
 
-RQ's own worker quits when Redis answers READONLY (a failover), or is away for longer than its retries. This one repeats
-each command until Redis does it, or until the worker is asked to stop.
+RQ's own worker quits when Redis answers READONLY (a failover), or is away for longer than its retries. This worker
+retries each command until Redis executes it, or until the worker is asked to stop.
 
-RQ's own worker may also not end on SIGTERM: its maintenance starts the scheduler process again after the stop, that
-process inherits the worker's signal handlers, and the SIGTERM meant for it is lost. Here a signal only sets a flag;
-RQ's loop stops where it holds no job, and the scheduler is told exactly once, after it can listen.
+RQ's own worker may also not end on SIGTERM: its maintenance may start the scheduler process again after the stop; that
+process inherits the worker's signal handlers, and the SIGTERM for it is lost. Here a signal only sets a flag; RQ's loop
+stops where it holds no job, and the scheduler process gets one SIGTERM, after it has installed its handlers.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from rq.executions import Execution
 from rq.job import Job
 from rq.queue import Queue
 from rq.scheduler import RQScheduler
+from rq.scripts import release_lock
 from rq.utils import now
 from rq.worker import Worker
 
@@ -40,55 +41,62 @@ T = TypeVar("T")
 
 STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 LOOK_S: Final = 1
-"""How long an idle worker waits for a job in one read, and so the longest that a stop waits for it."""
+"""How long one blocking read of an idle worker waits for a job, and so the longest delay of a stop."""
 CONNECT_S: Final = 5.0
-TOLD_EVERY_S: Final = 30.0
+"""Time limit for connecting to Redis."""
+LOG_EVERY_S: Final = 30.0
 """How often an outage of Redis is logged."""
 SCHEDULER_S: Final = 5.0
 """A scheduler process that has not ended so long after its SIGTERM is killed."""
+LOCK_S: Final = 60
+"""How long RQ's scheduler lock lives beyond one interval of the scheduler, which renews it in each (`rq.scheduler`)."""
+SILENT_S: Final = 10
+"""A scheduler that has not renewed its lock for so long counts as dead."""
 SAME_SIGNAL_S: Final = 0.1
-"""Ctrl-C on a pool of workers reaches each of them twice, from the terminal and from the pool: that is one signal."""
+"""Two signals within this time count as one: Ctrl-C on a pool of workers reaches each worker from the terminal and
+from the pool."""
 LONGEST_PAUSE_S: Final = 30.0
-"""Before RQ's loop is begun again; doubled from one second on."""
+"""Longest pause before RQ's loop is started again after an error; the pause doubles from one second on."""
 
 log = logging.getLogger("rq.worker")  # RQ gives this logger its handler and format
 
 
 class Patience:
-    """Whether to go on waiting for Redis: yes, until the worker is asked to stop or is dead.
+    """Decides whether to retry while Redis is away: yes, until the worker is asked to stop or is dead.
 
-    The flag lies in memory that forked children share, so that the scheduler process and the work horse also stop
-    waiting. Setting it is safe in a signal handler.
+    The flag is in memory shared with forked children, so that the scheduler process and the work horse also stop
+    retrying. Setting it is safe in a signal handler.
     """
 
     def __init__(self) -> None:
         self._worker_pid = os.getpid()
         self._ended = mmap.mmap(-1, 1)
-        self._told_at = -TOLD_EVERY_S
+        self._logged_at = -LOG_EVERY_S
 
     def __deepcopy__(self, memo: object) -> Self:
         return self  # each connection copies its `Retry`
 
     def end(self) -> None:
-        """Wait for Redis no longer."""
+        """Stop retrying."""
         self._ended[0] = 1
 
     @property
     def ended(self) -> bool:
+        """Whether the worker was asked to stop, or is dead."""
         return self._ended[0] == 1 or self._worker_pid not in (os.getpid(), os.getppid())
 
     def bears(self, error: Exception) -> bool:
-        """Whether the command that met `error` is to be repeated."""
+        """Return whether to retry the command that raised `error`."""
         if self.ended or not (isinstance(error, OSError) or (isinstance(error, RedisError) and transient(error))):
             return False
-        if time.monotonic() - self._told_at >= TOLD_EVERY_S:
-            self._told_at = time.monotonic()
-            log.warning("Redis does not serve (%s: %s); trying again until it does", type(error).__name__, error)
+        if time.monotonic() - self._logged_at >= LOG_EVERY_S:
+            self._logged_at = time.monotonic()
+            log.warning("Redis is away (%s: %s); retrying until it is back", type(error).__name__, error)
         return True
 
 
 class PatientRetry(Retry):
-    """Repeats a command of redis-py as long as its `Patience` lasts."""
+    """A retry policy of redis-py that retries a command as long as its `Patience` allows."""
 
     def __init__(self, patience: Patience) -> None:
         super().__init__(ExponentialBackoff(cap=2, base=0.1), -1, (RedisError, OSError))
@@ -109,12 +117,23 @@ class PatientRetry(Retry):
 
 
 class SteadyScheduler(RQScheduler):
-    """RQ's scheduler process; it ends with its worker, even with one that was killed."""
+    """RQ's scheduler process; ends with its worker, even if that is killed, and soon replaces a dead scheduler."""
 
     _worker_pid = 0
 
+    def acquire_locks(self, auto_start: bool = False) -> Any:
+        """Acquire the locks of this scheduler's queues, including locks of dead schedulers; return the queues' names.
+
+        RQ would wait until the lock of a killed scheduler expires: for a minute no scheduled job would run.
+        """
+        for key in map(self.get_locking_key, self._queue_names):
+            owner, left_ms = self.connection.get(key), self.connection.pttl(key)
+            if owner is not None and 0 <= left_ms < (self.interval + LOCK_S - SILENT_S) * 1000:
+                release_lock(self.connection, key, owner)  # does nothing if the owner has changed
+        return super().acquire_locks(auto_start)  # type: ignore[no-untyped-call]
+
     def start(self) -> Any:
-        """Fork. A signal that comes before the child has its own handlers waits for them."""
+        """Fork the process. Signals are blocked until the child has installed its own handlers."""
         self._worker_pid = os.getpid()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         try:
@@ -127,7 +146,7 @@ class SteadyScheduler(RQScheduler):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
     def heartbeat(self) -> None:
-        """RQ calls this once a second."""
+        """Send RQ's heartbeat, which RQ does once a second; stop if the worker was killed."""
         if os.getppid() != self._worker_pid:  # the worker was killed
             self.request_stop()  # type: ignore[no-untyped-call]
         else:
@@ -135,7 +154,7 @@ class SteadyScheduler(RQScheduler):
 
 
 class SteadyWorker(Worker):
-    """RQ's worker with patience for Redis and an orderly end."""
+    """RQ's worker with retries while Redis is away, and with a graceful shutdown."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -145,10 +164,10 @@ class SteadyWorker(Worker):
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def work(self, burst: bool = False, *args: Any, **more: Any) -> bool:
-        """Run RQ's loop, and begin it again if an error ends it; see `rq.worker.Worker.work`.
+        """Run RQ's loop, and start it again if an error ends it; see `rq.worker.Worker.work`.
 
         Raises:
-            redis.RedisError: Redis refuses this worker (a wrong password, for one).
+            redis.RedisError: Redis refuses a command of this worker, for example because of a wrong password.
         """
         once = burst or more.get("max_jobs") is not None or more.get("max_idle_time") is not None
         worked, pause = False, 0.5
@@ -162,12 +181,12 @@ class SteadyWorker(Worker):
             if self._stop_requested or once:
                 return worked
             pause = 1.0 if time.monotonic() - begun > LONGEST_PAUSE_S else min(2 * pause, LONGEST_PAUSE_S)
-            self.log.error("Worker %s: an error ended RQ's loop; it begins again in %d s", self.name, pause)
+            self.log.error("Worker %s: an error ended RQ's loop; starting it again in %d s", self.name, pause)
             self._sleep(pause)
             if self._stop_requested:
                 return worked
             self.executions.clear()
-            self.connection.delete(self.key)  # else RQ takes it for another live worker of this name
+            self.connection.delete(self.key)  # otherwise RQ takes the key for a second live worker of this name
 
     def _sleep(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -175,29 +194,34 @@ class SteadyWorker(Worker):
             time.sleep(0.1)
 
     def bootstrap(self, *args: Any, **kwargs: Any) -> None:
-        """Start; from the first moment on a signal is a request to stop."""
+        """Start the worker; from the first moment on, a signal is a request to stop."""
         self._install_signal_handlers()
         self.connection.connection_pool.connection_kwargs["socket_connect_timeout"] = CONNECT_S
         self.connection.set_retry(PatientRetry(self.patience))
         super().bootstrap(*args, **kwargs)
 
     def _install_signal_handlers(self) -> None:
-        """RQ calls this again after `bootstrap`; a signal that came meanwhile stays the first one."""
+        """Install RQ's signal handlers, unless a signal has come: RQ calls this again after `bootstrap`."""
         if not self._stop_requested:
             super()._install_signal_handlers()  # type: ignore[no-untyped-call]
 
     @property
     def dequeue_timeout(self) -> int:
+        """Seconds of one blocking read of RQ's loop."""
         return LOOK_S
 
     @property
     def should_run_maintenance_tasks(self) -> bool:
-        """RQ's loop asks this before each look at its queues, when it holds no job: the place to stop."""
+        """Whether RQ's maintenance is due; raises `StopRequested` after a signal.
+
+        RQ's loop reads this before each look at its queues, when it holds no job: a safe place to stop.
+        """
         if self._stop_requested:
             raise StopRequested
         return bool(super().should_run_maintenance_tasks)
 
     def execute_job(self, job: Job, queue: Queue) -> None:
+        """Run a job; if a signal has come already, the job can see that its worker is asked to stop."""
         self._has_job = True
         try:
             if self._stop_requested:
@@ -207,7 +231,7 @@ class SteadyWorker(Worker):
             self._has_job = False
 
     def maintain_heartbeats(self, job: Job, execution: Execution) -> None:
-        """A missed heartbeat must not end the worker while its work horse runs."""
+        """Send RQ's heartbeats; a heartbeat that fails must not end the worker while its work horse runs."""
         try:
             super().maintain_heartbeats(job, execution)
         except RedisError as error:
@@ -224,33 +248,33 @@ class SteadyWorker(Worker):
         self.scheduler = SteadyScheduler(
             self.queues, connection=self.connection, logging_level=level, serializer=self.serializer
         )
-        if self.scheduler.acquire_locks():  # type: ignore[no-untyped-call]
+        if self.scheduler.acquire_locks():
             self.scheduler.start()
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _shutdown(self) -> None:
-        """Note the first signal. RQ's own method raises in the middle of whatever runs, which may lose a job."""
+        """Note the first signal. RQ's own method raises an exception in any running code, which may lose a job."""
         self._stop_requested = True
         self.patience.end()
         if self._has_job:
             self._show_stop()
 
     def _show_stop(self) -> None:
-        """Let the job under way know that its worker is asked to stop."""
+        """Record the request to stop in Redis, where the running job can see it."""
         with contextlib.suppress(RedisError):
             self.set_shutdown_requested_date()  # type: ignore[no-untyped-call]
 
     def request_force_stop(self, signum: int, frame: FrameType | None) -> None:
-        """End at once, after a second signal; the job under way is killed.
+        """End at once after a second signal, and kill the running job.
 
         Raises:
-            SystemExit: always, but for an echo of the first signal.
+            SystemExit: always, except if the signal repeats the first signal within `SAME_SIGNAL_S`.
         """
         asked = self._shutdown_requested_date
         if asked is not None and now() - asked < timedelta(seconds=SAME_SIGNAL_S):
             return
-        self.log.warning("Worker %s: second signal; the job under way is killed", self.name)
+        self.log.warning("Worker %s: second signal; killing the running job", self.name)
         if self.horse_pid:
             self.kill_horse()
             self.wait_for_horse()
@@ -258,6 +282,7 @@ class SteadyWorker(Worker):
         raise SystemExit
 
     def stop_scheduler(self) -> None:
+        """End the scheduler process; kill it if it has not ended after `SCHEDULER_S`."""
         self._end_scheduler(SCHEDULER_S)
 
     def _end_scheduler(self, grace_s: float) -> None:
@@ -271,7 +296,7 @@ class SteadyWorker(Worker):
             process.join()
 
     def teardown(self) -> None:
-        """Leave, with or without Redis: RQ forgets a worker that shows no sign of life."""
+        """End, even if Redis is away: RQ removes a worker without a heartbeat."""
         if self.is_horse:
             return
         self.stop_scheduler()
@@ -279,4 +304,4 @@ class SteadyWorker(Worker):
             try:
                 step()  # type: ignore[no-untyped-call]
             except (RedisError, OSError) as error:
-                self.log.warning("Worker %s: left without telling Redis: %s", self.name, error)
+                self.log.warning("Worker %s: ended without deregistering in Redis: %s", self.name, error)

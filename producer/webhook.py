@@ -1,15 +1,15 @@
-"""One webhook: an HTTPS POST that reaches only who may be reached.
+"""Posts one webhook over HTTPS, to allowed and public hosts only.
 
     post(settings, url, job_id, body)      # returns once the receiver has answered 2xx
 
-A job names the URL, so it is not trusted: `tokenmill.protocol.callback` says which may be called. The name is resolved
-once, all its addresses must be public (unless the operator listed the whole origin), and the connection goes to one of
-these, so that a name that changes between check and use (DNS rebinding) gains nothing. No redirect is followed and no
-proxy used. Certificate, SNI and Host are the name's.
+The URL comes from a job, so it is not trusted: `tokenmill.protocol.callback` checks that it may be called. The host
+name is resolved once, all its addresses must be public (unless the operator allowed the whole origin), and the
+connection goes to one of these addresses, so that a name that changes between check and use (DNS rebinding) has no
+effect. Redirects are not followed, and no proxy is used. Certificate, SNI and `Host` are those of the name.
 
-One deadline holds for the whole exchange; an answer that is not complete by then, or that breaks off, is no answer.
+One deadline holds for the whole exchange; an answer that is incomplete by then, or that breaks off, counts as none.
 
-Signed as https://www.standardwebhooks.com says: HMAC-SHA256 over `<webhook-id>.<webhook-timestamp>.<body>`.
+The signature is that of https://www.standardwebhooks.com: HMAC-SHA256 over `<webhook-id>.<webhook-timestamp>.<body>`.
 """
 
 from __future__ import annotations
@@ -38,33 +38,35 @@ from tokenmill.protocol.callback import AllowList, CallbackError, Target
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _ALSO_INSIDE = [ipaddress.ip_network(net) for net in ("192.0.0.0/24", "192.88.99.0/24", "fec0::/10", "3fff::/20")]
-"""Special by IANA's registries, and global to some of the Python versions that we run on."""
+"""Special-purpose networks in IANA's registries that some of the supported Python versions count as global."""
 GONE: Final = 410
+"""Status code of a receiver that wants no more webhooks."""
 _PLACEHOLDERS: Final = ("<", ">", "...", "change-me", "changeme", "change_me", "your-secret", "placeholder")
-"""In a secret they say that it was pasted from a page."""
+"""Parts of a secret that show that it was copied from a page of documentation."""
 SCHEDULE_S: Final = (5.0, 300.0, 1800.0, 7200.0, 18_000.0, 36_000.0, 50_400.0, 72_000.0, 86_400.0)
-"""Pauses between tries, of the Standard Webhooks specification: the tenth try comes three days after the first."""
+"""Pauses between tries in the Standard Webhooks specification: the tenth try is three days after the first."""
 LONGEST_PAUSE_S: Final = 86_400.0
-"""No pause is longer, whatever a receiver's `Retry-After` asks for."""
+"""Longest pause, whatever the `Retry-After` of a receiver asks for."""
 READ_BYTES: Final = 65536
-"""Of an answer's body so much is read, to see that it is complete; the rest of a longer one is not waited for."""
+"""Maximum number of bytes read of an answer's body, to check that it is complete; a longer body is not read to its
+end."""
 
 _STEPS: Final = 20
-"""Pauses that grow; any first one is longer than the longest by then, and floats end somewhere."""
+"""Maximum number of times that a pause is tripled: it exceeds `LONGEST_PAUSE_S` by then, and must not overflow."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Refused(Exception):
-    """This URL is never called: trying again would not help."""
+    """A webhook must not be delivered; a retry would not help."""
 
 
 class Undelivered(Exception):
-    """The receiver did not take it; a later try may do.
+    """The receiver did not take a webhook; a later try may succeed.
 
     Args:
-        silent: it did not answer at all, so that others for the same host need not be tried now.
-        retry_after_s: the receiver asked for no further try before so long, at most `LONGEST_PAUSE_S`.
+        silent: the host did not answer at all, so that further webhooks to the same host need not be tried now.
+        retry_after_s: seconds that the receiver asked to wait before the next try, at most `LONGEST_PAUSE_S`.
     """
 
     def __init__(self, reason: str, silent: bool = False, retry_after_s: float = 0.0) -> None:
@@ -75,24 +77,24 @@ class Undelivered(Exception):
 
 @dataclass(frozen=True)
 class WebhookSettings:
-    """What the clerk's environment says; see docs/reference.md.
+    """Settings of webhooks from the clerk's environment; docs/reference.md explains each variable.
 
     Raises:
-        ValueError: a value makes no sense; the message begins with the variable.
+        ValueError: a value is wrong; the message begins with the variable's name.
     """
 
     hosts: frozenset[str] = frozenset()
-    """Entries of the allow-list, see `AllowList`."""
+    """Entries of the list of allowed hosts, see `AllowList`."""
     secrets: tuple[bytes, ...] = ()
-    """Signing keys; each signs, so that a receiver can move from one to the next."""
+    """Signing keys. Each adds a signature, so that a receiver can move from one key to the next."""
     ca_file: str | None = None
     max_attempts: int = 10
     backoff_s: float | None = None
-    """Before the second try, three times as long before each further one, a day at most; None: `SCHEDULE_S`."""
+    """Pause before the second try; three times as long before each further try, at most a day; None: `SCHEDULE_S`."""
     timeout_s: float = 15.0
-    """For the whole call, from the look-up of the name to the end of the answer."""
+    """Time limit of the whole call, from the look-up of the name to the end of the answer."""
     lease_s: float = 60.0
-    """A call that a clerk began and did not end is another's after so long."""
+    """After so long, another clerk takes over a call that a clerk has begun and not ended."""
     dangerously_allow_http: bool = False
     dangerously_allow_private: bool = False
     allowed: AllowList = field(init=False)
@@ -103,37 +105,39 @@ class WebhookSettings:
         except ValueError as error:
             raise ValueError(f"TOKENMILL_CALLBACK_HOSTS: {error}") from None
         if self.lease_s < 2 * self.timeout_s:
-            raise ValueError("TOKENMILL_CALLBACK_LEASE_SECONDS: must be at least twice the time-out")
+            raise ValueError(
+                "TOKENMILL_CALLBACK_LEASE_SECONDS: must be at least twice TOKENMILL_CALLBACK_TIMEOUT_SECONDS"
+            )
         if self.max_attempts < 1:
             raise ValueError("TOKENMILL_CALLBACK_MAX_ATTEMPTS: must be at least 1")
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Self:
-        """Read the environment. Security is set there, never by arguments of a queued job."""
+        """Read the settings from environment variables, not from arguments: a queued job must not choose its own."""
         hosts = environ.get("TOKENMILL_CALLBACK_HOSTS", "").split(",")
         return cls(
             hosts=frozenset(host.strip().lower() for host in hosts if host.strip()),
             secrets=tuple(_secret(word) for word in environ.get("TOKENMILL_CALLBACK_SECRET", "").split()),
-            ca_file=environ.get("TOKENMILL_CALLBACK_CA_FILE") or None,
-            max_attempts=round(_number(environ, "TOKENMILL_CALLBACK_MAX_ATTEMPTS", cls.max_attempts)),
+            ca_file=_authority(environ, "TOKENMILL_CALLBACK_CA_FILE"),
+            max_attempts=_whole(environ, "TOKENMILL_CALLBACK_MAX_ATTEMPTS", cls.max_attempts),
             backoff_s=_number(environ, "TOKENMILL_CALLBACK_BACKOFF_SECONDS", 0.0) or None,
             timeout_s=_number(environ, "TOKENMILL_CALLBACK_TIMEOUT_SECONDS", cls.timeout_s),
             lease_s=_number(environ, "TOKENMILL_CALLBACK_LEASE_SECONDS", cls.lease_s),
-            dangerously_allow_http=environ.get("TOKENMILL_DANGEROUSLY_ALLOW_HTTP_CALLBACKS") == "1",
-            dangerously_allow_private=environ.get("TOKENMILL_DANGEROUSLY_ALLOW_PRIVATE_CALLBACKS") == "1",
+            dangerously_allow_http=_switch(environ, "TOKENMILL_DANGEROUSLY_ALLOW_HTTP_CALLBACKS"),
+            dangerously_allow_private=_switch(environ, "TOKENMILL_DANGEROUSLY_ALLOW_PRIVATE_CALLBACKS"),
         )
 
     def pause_s(self, attempts: int) -> float:
-        """The pause after that many tries."""
+        """Return the pause in seconds after `attempts` tries."""
         if self.backoff_s is None:
             return SCHEDULE_S[min(attempts, len(SCHEDULE_S)) - 1]
         return min(LONGEST_PAUSE_S, self.backoff_s * 3.0 ** min(attempts - 1, _STEPS))
 
     def target(self, url: str) -> Target:
-        """Take a URL apart.
+        """Parse and check a URL.
 
         Raises:
-            Refused: it may not be called.
+            Refused: the URL may not be called.
         """
         try:
             return self.allowed.check(url, any_scheme=self.dangerously_allow_http)
@@ -141,11 +145,15 @@ class WebhookSettings:
             raise Refused(str(error)) from None
 
     def check_complete(self) -> None:
-        """Raises ValueError where a callback could not be delivered for lack of a setting."""
+        """Check that no setting is missing that a delivery needs.
+
+        Raises:
+            ValueError: a setting is missing; the message begins with the variable's name.
+        """
         if not self.hosts:
-            raise ValueError("TOKENMILL_CALLBACK_HOSTS: not set, and a callback waits")
+            raise ValueError("TOKENMILL_CALLBACK_HOSTS: not set, and a callback waits; set it to deliver callbacks")
         if not self.secrets:
-            raise ValueError("TOKENMILL_CALLBACK_SECRET: not set, and a callback waits")
+            raise ValueError("TOKENMILL_CALLBACK_SECRET: not set, and a callback waits; set it to deliver callbacks")
 
 
 def _number(environ: Mapping[str, str], name: str, default: float) -> float:
@@ -156,8 +164,36 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         raise ValueError(f"{name}: not a number") from None
     if not 0 < value < float("inf"):
-        raise ValueError(f"{name}: must be above 0")
+        raise ValueError(f"{name}: must be a finite number above 0")
     return value
+
+
+def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name)
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 9):
+        raise ValueError(f"{name}: must be a whole number of at least 1")
+    return int(text)
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool:
+    text = environ.get(name, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{name}: must be 1 or 0")
+    return text == "1"
+
+
+def _authority(environ: Mapping[str, str], name: str) -> str | None:
+    """Return the path of a file of certificates, after reading it: so an unreadable file is reported at the start."""
+    path = environ.get(name)
+    if not path:
+        return None
+    try:
+        ssl.create_default_context().load_verify_locations(path)
+    except (OSError, ValueError) as error:  # an `SSLError` is an `OSError`
+        raise ValueError(f"{name}: {path} is not readable as certificates in PEM: {error}") from None
+    return path
 
 
 def _secret(word: str) -> bytes:
@@ -175,11 +211,14 @@ def _secret(word: str) -> bytes:
 
 
 def is_public(address: str) -> bool:
-    """False for private, loopback, link-local, shared (CGNAT), multicast and reserved addresses, and for those of
-    IPv6 that carry such a one of IPv4 (mapped, 6to4, Teredo, NAT64)."""
+    """Return whether an IP address is public.
+
+    False for private, loopback, link-local, shared (CGNAT), multicast and reserved addresses, and for IPv6 addresses
+    that contain such an IPv4 address (mapped, 6to4, Teredo, NAT64).
+    """
     return all(
-        one.is_global and not one.is_multicast and not one.is_reserved and not any(one in net for net in _ALSO_INSIDE)
-        for one in _inside(address)
+        ip.is_global and not ip.is_multicast and not ip.is_reserved and not any(ip in net for net in _ALSO_INSIDE)
+        for ip in _inside(address)
     )
 
 
@@ -202,11 +241,11 @@ def _inside(address: str) -> Iterator[Address]:
 
 
 def resolve(settings: WebhookSettings, target: Target) -> list[str]:
-    """The addresses of a host.
+    """Return the IP addresses of a host.
 
     Raises:
-        Refused: one of them is not public.
-        Undelivered: there is none.
+        Refused: an address is not public.
+        Undelivered: the host has no address.
     """
     host, port = target.url.host, target.url.port
     try:
@@ -221,7 +260,7 @@ def resolve(settings: WebhookSettings, target: Target) -> list[str]:
 
 
 class _Lines:
-    """A stream that knows its last line."""
+    """A stream that remembers the last line that was read."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -236,18 +275,21 @@ class _Lines:
 
 
 class _WholeResponse(HTTPResponse):
-    """http.client takes a connection that ends amid the headers for the end of the headers."""
+    """A response that checks that its headers are complete.
+
+    `http.client` takes a connection that ends within the headers for the end of the headers.
+    """
 
     def begin(self) -> None:
         self.fp: Any = _Lines(self.fp)
         lines = self.fp
         super().begin()
         if lines.last not in (b"\r\n", b"\n"):
-            raise HTTPException("the answer ended amid its headers")
+            raise HTTPException("the answer ended within its headers")
 
 
 class _PinnedHttp(HTTPConnection):
-    """Speaks over a socket that is connected already."""
+    """An HTTP connection over a socket that is already connected."""
 
     pinned: socket.socket
     response_class = _WholeResponse
@@ -257,7 +299,7 @@ class _PinnedHttp(HTTPConnection):
 
 
 class _PinnedHttps(HTTPSConnection):
-    """The same; the certificate is checked for the host's name."""
+    """The same with TLS; the certificate is checked against the host's name."""
 
     pinned: socket.socket
     response_class = _WholeResponse
@@ -267,7 +309,7 @@ class _PinnedHttps(HTTPSConnection):
 
 
 def _connect(addresses: list[str], port: int, timeout: float) -> socket.socket:
-    """To the first that takes the connection; all of them have been checked."""
+    """Connect to the first address that accepts; all addresses must have been checked."""
     share, failure = timeout / len(addresses), OSError("no address")
     for address in addresses:
         try:
@@ -279,14 +321,17 @@ def _connect(addresses: list[str], port: int, timeout: float) -> socket.socket:
 
 @contextmanager
 def _cut_off(connected: socket.socket, seconds: float) -> Iterator[threading.Event]:
-    """Shut a connection down after `seconds` and set the event: time-outs of single reads end none that drips."""
-    # A duplicate, since TLS takes the descriptor over.
+    """Shut a connection down after `seconds`, and set the yielded event.
+
+    Time-outs of single reads would not end an answer that comes byte by byte.
+    """
+    # On a duplicate of the descriptor, since TLS takes the original over.
     with connected.dup() as line:
         over = threading.Event()
 
         def cut() -> None:
             over.set()
-            with suppress(OSError):  # closed by its peer
+            with suppress(OSError):  # the peer has closed the connection
                 line.shutdown(socket.SHUT_RDWR)
 
         timer = threading.Timer(max(0.0, seconds), cut)
@@ -299,23 +344,23 @@ def _cut_off(connected: socket.socket, seconds: float) -> Iterator[threading.Eve
 
 
 def webhook_id(job_id: str) -> str:
-    """Return the value of `webhook-id`: the job's id with each dot as a tilde, since dots separate what is signed."""
+    """Return the value of `webhook-id`: the job's id with each dot as a tilde, since dots separate the signed parts."""
     return job_id.replace(".", "~")
 
 
 def signature(settings: WebhookSettings, message_id: str, timestamp: int, body: bytes) -> str:
-    """The value of `webhook-signature`: one `v1,<base64>` for each secret."""
+    """Return the value of `webhook-signature`: one `v1,<base64>` for each secret."""
     signed = f"{message_id}.{timestamp}.".encode() + body
     digests = (hmac.digest(secret, signed, hashlib.sha256) for secret in settings.secrets)
     return " ".join(f"v1,{base64.b64encode(digest).decode()}" for digest in digests)
 
 
 def post(settings: WebhookSettings, url: str, job_id: str, body: bytes) -> None:
-    """Deliver `body`.
+    """Post `body` to `url`; return once the receiver has answered 2xx.
 
     Raises:
-        Refused: it must not be delivered, or the receiver wants no more (410).
-        Undelivered: it was not taken, this time.
+        Refused: the webhook must not be delivered, or the receiver wants no more webhooks (410).
+        Undelivered: the receiver did not take the webhook this time.
     """
     target = settings.target(url)
     host, end = target.url.host, time.monotonic() + settings.timeout_s
@@ -349,7 +394,7 @@ def post(settings: WebhookSettings, url: str, job_id: str, body: bytes) -> None:
 def _exchange(
     settings: WebhookSettings, target: Target, connected: socket.socket, headers: Mapping[str, str], body: bytes
 ) -> tuple[int, float]:
-    """Send the request and read the answer to its end; returns its status and what its `Retry-After` asks for."""
+    """Send the request and read the answer to its end; return its status and its `Retry-After` in seconds."""
     url = target.url
     connection: _PinnedHttp | _PinnedHttps
     if url.scheme == "http":
@@ -372,7 +417,7 @@ def _exchange(
 
 
 def retry_after_s(value: str | None) -> float:
-    """Return the seconds that a `Retry-After` asks for, at most `LONGEST_PAUSE_S`; 0 for none or a malformed one."""
+    """Return the seconds that a `Retry-After` asks for, at most `LONGEST_PAUSE_S`; 0 if it is absent or malformed."""
     text = (value or "").strip()
     if text.isascii() and text.isdigit():
         return min(LONGEST_PAUSE_S, float(text[:12])) if len(text) <= 12 else LONGEST_PAUSE_S

@@ -1,4 +1,4 @@
-"""Scripts that are refused a key they were not given, as Dragonfly and serverless services refuse it.
+"""Run Lua scripts so that a key that is not in KEYS is an error, as in Dragonfly and serverless services.
 
 `strict(source)` puts a `redis` in front of a script whose `call` and `pcall` know where each command's keys stand and
 raise an error for one that is not in KEYS. The fixture `strict_scripts` (see the conftests) runs every script of every

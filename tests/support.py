@@ -1,13 +1,14 @@
-"""What tests of several rooms share: polling with a deadline, and a real redis-server of one's own."""
+"""Helpers for all tests: polling with a deadline, commands that must succeed, a real redis-server."""
 
 from __future__ import annotations
 
 import contextlib
+import shlex
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -33,6 +34,37 @@ def eventually(probe: Callable[[], T], timeout: float = 10.0, interval: float = 
         if time.monotonic() > deadline:
             raise AssertionError(f"{probe} was still {value!r} after {timeout} s")
         time.sleep(interval)
+
+
+def output_of(
+    command: Sequence[str | Path],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    stdin: str | None = None,
+    timeout: float = 150,
+) -> str:
+    """Run a command to its end and return what it wrote to stdout.
+
+    Raises:
+        AssertionError: its exit status is not 0, or it runs longer than `timeout` seconds. The message has its stdout
+            and stderr, which the errors of `subprocess` leave out.
+    """
+    line = [str(part) for part in command]
+    try:
+        done = subprocess.run(
+            line, cwd=cwd, env=env, input=stdin, capture_output=True, text=True, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        outputs = [(part or b"").decode(errors="replace") for part in (error.stdout, error.stderr)]
+        raise AssertionError(_report(line, f"ran longer than {timeout} s", *outputs)) from None
+    if done.returncode != 0:
+        raise AssertionError(_report(line, f"ended with {done.returncode}", done.stdout, done.stderr))
+    return done.stdout
+
+
+def _report(command: Sequence[str], end: str, stdout: str, stderr: str) -> str:
+    return f"{shlex.join(command)}\n{end}\n--- stdout ---\n{stdout}\n--- stderr ---\n{stderr}"
 
 
 def free_port() -> int:

@@ -1,4 +1,4 @@
-"""The documents say what is true: links lead somewhere, tables match the code."""
+"""The documents are true: links lead to a file and a heading, tables match the code."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from tokenmill.cli.console import Exit as Ends
+from tokenmill.protocol.body import Body
 from worker.ops.exits import Exit
 from worker.ops.telemetry import Telemetry
 from worker.settings import Settings, option, variable
@@ -17,6 +18,7 @@ from worker.settings import Settings, option, variable
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(p for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")])
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
+PROTOCOL = (ROOT / "docs" / "protocol.md").read_text()
 FAILURES = (ROOT / "docs" / "failures.md").read_text()
 WORKER_STATUSES = REFERENCE.partition("### Of a worker")[2].partition("\n### ")[0]
 
@@ -60,6 +62,12 @@ def test_the_settings_table_is_what_the_code_has() -> None:
     assert table in REFERENCE, f"docs/reference.md has another table of settings; it should be:\n\n{table}\n"
 
 
+@pytest.mark.parametrize("name", Body.model_fields)
+def test_every_key_of_a_body_is_documented(name: str) -> None:
+    assert f"`{name}`" in PROTOCOL.partition("### Body")[2].partition("\n## ")[0]
+    assert re.search(rf"`{name}[`:]", (ROOT / "docs" / "requests.md").read_text())
+
+
 def test_every_exit_status_is_explained() -> None:
     for status in Exit:
         assert re.search(rf"^\| {status.value} \|", WORKER_STATUSES, re.MULTILINE), (
@@ -85,11 +93,11 @@ def test_no_document_names_a_private_path() -> None:
         )
 
 
-def test_every_metric_is_documented_with_its_labels() -> None:
+def test_every_metric_is_documented_with_its_labels_and_its_help() -> None:
     for family in Telemetry().registry.collect():
         labels = sorted({key for sample in family.samples for key in sample.labels if key != "le"})
         name = family.name + ("_total" if family.type == "counter" else "")
-        row = f"| `{name}` | {family.type} | {', '.join(f'`{label}`' for label in labels)} |"
+        row = f"| `{name}` | {family.type} | {', '.join(f'`{label}`' for label in labels)} | {family.documentation} |"
         assert row in REFERENCE, f"docs/reference.md lacks {row}"
 
 

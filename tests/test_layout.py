@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.support import output_of
 
 ROOT = Path(__file__).parents[1]
 MAY_IMPORT: dict[str, set[str]] = {
@@ -21,6 +22,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worker": {"tokenmill", "engine", "kernels"},
 }
 """Package → packages of this repository that it may import, beside itself."""
+IN_TOKENMILL: dict[str, set[str]] = {
+    "protocol": set(),
+    "queue": {"protocol"},
+    "client": {"protocol"},
+    "batch": {"client", "protocol"},
+    "cli": {"batch", "client", "queue", "protocol"},
+}
+"""The same for the folders of `tokenmill`."""
 HEAVY = {"torch", "transformers", "numpy", "rq"}
 """Packages that importing `tokenmill` must not need."""
 
@@ -34,6 +43,12 @@ def modules() -> dict[str, Path]:
             parts = path.relative_to(ROOT).with_suffix("").parts
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
+
+
+def folder_in_tokenmill(module: str) -> str | None:
+    """The folder of `tokenmill` that a module belongs to; None for any other module."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "tokenmill" and parts[1:2] and parts[1] in IN_TOKENMILL else None
 
 
 def imports(path: Path, *, at_import: bool = False) -> Iterator[str]:
@@ -67,6 +82,14 @@ def test_a_module_imports_only_the_packages_that_its_own_may(name: str) -> None:
     assert used <= MAY_IMPORT[package] | {package}
 
 
+@pytest.mark.parametrize("name", sorted(name for name in modules() if folder_in_tokenmill(name)))
+def test_a_module_of_tokenmill_imports_only_the_folders_that_its_own_may(name: str) -> None:
+    folder = folder_in_tokenmill(name)
+    assert folder is not None
+    used = {folder_in_tokenmill(found) for found in imports(modules()[name])} - {None}
+    assert used <= IN_TOKENMILL[folder] | {folder}
+
+
 def test_no_module_imports_itself_by_way_of_others() -> None:
     graph = {name: {i for i in imports(path, at_import=True) if i in modules()} for name, path in modules().items()}
     done: set[str] = set()
@@ -87,8 +110,7 @@ def test_the_library_is_imported_without_the_other_packages_or_anything_heavy(tm
     for name in names:
         (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name}.py belongs to the service')\n")
     code = "import sys, tokenmill, tokenmill.cli, tokenmill.batch; print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    loaded = {module.partition(".")[0] for module in run.stdout.split()}
+    loaded = {module.partition(".")[0] for module in output_of([sys.executable, "-c", code], cwd=tmp_path).split()}
     assert not loaded & ({*names} | HEAVY)
 
 
@@ -102,8 +124,15 @@ def test_the_page_on_structure_draws_the_same_rules() -> None:
     assert drawn == MAY_IMPORT
 
 
+def test_the_page_on_structure_names_every_folder_of_tokenmill() -> None:
+    drawing = (
+        (ROOT / "docs" / "structure.md").read_text().partition("```text\ntokenmill/\n")[2].partition("\nproducer/")[0]
+    )
+    assert set(re.findall(r"^  (\w+)/ ", drawing, re.M)) == set(IN_TOKENMILL)
+
+
 def test_the_names_from_before_the_library_had_its_own_stay_importable() -> None:
     code = (
         "from producer import AsyncClient, Client, batch; import producer.jobs as j; j.generate, j.run_batch, batch.run"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    output_of([sys.executable, "-c", code])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import venv
@@ -15,6 +14,8 @@ import orjson
 import pytest
 import yaml
 
+from tests.support import output_of
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"tokenmill", "producer", "worker", "engine", "kernels"}
 SYSTEM_LIBRARIES = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "libstdc++.so.6", "ld-linux-x86-64.so.2"}
@@ -24,9 +25,7 @@ NEWEST_SYMBOLS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11),
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return output_of(command, cwd=cwd)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
-"""What other services import to use the queue: `Client`, `AsyncClient` and what they return and raise.
+"""The library that services import to use the queue: `Client`, `AsyncClient`, and the types they return and raise.
 
-Names are looked up when they are first used. Nothing is imported before: until this module has run, the command cannot
-handle a Ctrl-C.
+A name is imported when it is first used, and nothing before: until this module has run, the command cannot handle
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ TYPE_CHECKING = False  # as typing's, which would have to be imported
 if TYPE_CHECKING:
     from typing import Any
 
-    from tokenmill.client.aio import AsyncClient, AsyncGroup, AsyncJob
-    from tokenmill.client.core import JobLost, MapResult, TextRestarted
+    from tokenmill.client.aio import AsyncClient
+    from tokenmill.client.core import JobLost
+    from tokenmill.client.follow import TextRestarted
     from tokenmill.client.groups import Finished, GroupLost, GroupResult, Progress
+    from tokenmill.client.handles import AsyncGroup, AsyncJob, Group, Job
     from tokenmill.client.params import GroupOptions, JobOptions, MapOptions, RequestParams
     from tokenmill.client.patience import WaitTimeout
-    from tokenmill.client.state import JobStatus
-    from tokenmill.client.sync import Client, Group, Job
+    from tokenmill.client.sync import Client
+    from tokenmill.client.window import MapResult
     from tokenmill.protocol.calls import EnqueueRefused, JobExists, QueueFull, QuotaExceeded
     from tokenmill.protocol.errors import ErrorCode, JobError, TokenmillError
     from tokenmill.protocol.events import Event, FinalEvent, StartEvent, TokenEvent
     from tokenmill.protocol.replies import CancelReply
     from tokenmill.protocol.result import Choice, ErrorInfo, Result, Status, Timings, Usage
+    from tokenmill.protocol.state import JobStatus
 
 __all__ = [
     "AsyncClient",
@@ -68,16 +71,19 @@ _MODULES = (
     "tokenmill.protocol.events",
     "tokenmill.protocol.replies",
     "tokenmill.protocol.result",
+    "tokenmill.protocol.state",
     "tokenmill.protocol.calls",
     "tokenmill.client.params",
     "tokenmill.client.patience",
     "tokenmill.client.core",
+    "tokenmill.client.follow",
+    "tokenmill.client.window",
     "tokenmill.client.groups",
-    "tokenmill.client.state",
+    "tokenmill.client.handles",
     "tokenmill.client.sync",
     "tokenmill.client.aio",
 )
-"""Where the names are, those first that import the least."""
+"""The modules that hold the names, ordered by how little they import."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,10 +1,10 @@
-"""The `tokenmill` command as a process: it is ready for Ctrl-C before anything slow is imported."""
+"""Entry point of the `tokenmill` command: handles Ctrl-C before anything slow is imported."""
 
 from tokenmill.cli.interrupt import guard
 
 
 def main() -> None:
-    """The entry point `tokenmill`."""
+    """Run the command; the entry point `tokenmill`."""
     guard()
     from tokenmill.cli.main import main
 

@@ -1,4 +1,4 @@
-"""The `tokenmill worker` command, generated from `Settings`: no option is written twice."""
+"""The `tokenmill worker` command. Its options are generated from `Settings`."""
 
 from __future__ import annotations
 
@@ -19,32 +19,26 @@ from worker.ops.exits import Exit
 from worker.settings import VARIABLES, Settings, option, variable
 
 
-def settings_from(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> Settings:
-    """Validate what the command line and the environment gave; None means not given.
+def settings_from(given: Mapping[str, object]) -> Settings:
+    """Make settings of what is given, by field, and of the environment; None counts as not given.
 
     Raises:
-        ValueError: with one line for each bad value, naming its option, or its variable where it is the one that
-            `environ` has; never holds a value, which may be a password.
+        ValueError: with one line for each wrong value, naming its option if it is in `given`, else its variable. A
+            line never holds the value, which may be a password.
     """
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {field: value for field, value in given.items() if value is not None}
     names = {
-        field: variable(field) if field in given and environ.get(variable(field)) == given[field] else option(field)
+        field: variable(field) if field not in given and os.environ.get(variable(field)) else option(field)
         for field in Settings.model_fields
     }
     try:
-        return Settings.model_validate(given)
+        return Settings(**given)  # type: ignore[arg-type]
     except ValidationError as error:
         raise ValueError("\n".join(_complaint(dict(item), names) for item in error.errors(include_url=False))) from None
 
 
-def settings_from_environment(environ: Mapping[str, str] = os.environ, **given: object) -> Settings:
-    """As `settings_from`, with `TOKENMILL_…` variables under what is given; for those who embed a worker."""
-    found = {name: environ.get(variable(name)) or None for name in Settings.model_fields}
-    return settings_from({**found, **given}, environ)
-
-
 def _complaint(error: dict[str, Any], names: Mapping[str, str]) -> str:
-    """What is wrong, with the name under which it was given; `names`: of each field."""
+    """Format an error of pydantic with the option or variable that was given; `names`: field → that name."""
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "string_pattern_mismatch":
         message = f"must match {error['ctx']['pattern']}"
@@ -56,7 +50,7 @@ def _complaint(error: dict[str, Any], names: Mapping[str, str]) -> str:
 
 
 def _metavar(info: FieldInfo) -> str:
-    """What a value looks like: `a|b|c`, INTEGER, FLOAT or TEXT."""
+    """Return the placeholder of a value in the help: `a|b|c`, INTEGER, FLOAT, SIZE, NAMES or TEXT."""
     kinds = [a for a in get_args(info.annotation) if a is not type(None)] or [info.annotation]
     if get_origin(info.annotation) is Literal:
         return "|".join(map(str, get_args(info.annotation)))
@@ -75,12 +69,23 @@ def _help(info: FieldInfo) -> str:
     return f"{text} Default: {info.default}." if plain and not isinstance(info.default, bool) else text
 
 
+def _from_command_line(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
+    """Return a parameter's value; None if it is from the environment, which `Settings` reads by itself."""
+    source = context.get_parameter_source(parameter.name or "")
+    return None if source is not None and source.name == "ENVIRONMENT" else value
+
+
 def _parameter(name: str, info: FieldInfo) -> inspect.Parameter:
-    """One keyword of the command; None means not given, so that pydantic alone knows defaults and ranges."""
+    """Make the command's parameter of a field; its default is None, since pydantic alone knows defaults and ranges."""
     flag = info.annotation is bool
     names = f"{option(name)}/--no-{option(name)[2:]}" if flag else option(name)
     spec = typer.Option(
-        names, envvar=variable(name), help=_help(info), metavar=None if flag else _metavar(info), show_default=False
+        names,
+        envvar=variable(name),
+        callback=_from_command_line,
+        help=_help(info),
+        metavar=None if flag else _metavar(info),
+        show_default=False,
     )
     kind = bool if flag else str
     return inspect.Parameter(
@@ -89,16 +94,15 @@ def _parameter(name: str, info: FieldInfo) -> inspect.Parameter:
 
 
 def worker(**given: object) -> None:
-    """Serve a model: read jobs of a queue, run them in one continuous batch, publish text and results."""
+    """Serve a model: read jobs from a queue, run them in one continuous batch, publish text and results."""
     try:
         settings = settings_from(given)
     except ValueError as error:
-        warn_of_variables(
-            os.environ, COMMANDS | CLERK | VARIABLES
-        )  # a setting may be missing because its variable is misspelt
+        # A required setting may be missing because its variable is misspelt.
+        warn_of_variables(os.environ, COMMANDS | CLERK | VARIABLES)
         print(error, file=sys.stderr)
         raise typer.Exit(Exit.USAGE) from None
-    from worker.service import main  # late: signals are caught before torch is imported, `--help` stays fast
+    from worker.service import main  # late: signals are caught before torch is imported, and `--help` stays fast
 
     raise typer.Exit(main(settings))
 
@@ -110,7 +114,7 @@ worker.__annotations__ = {name: p.annotation for name, p in inspect.signature(wo
 
 
 def run(argv: list[str] | None = None) -> None:
-    """`python -m worker.cli`: the command alone."""
+    """Run the command alone: `python -m worker.cli`."""
     app = typer.Typer(add_completion=False)
     app.command("worker")(worker)
     app(args=argv)

@@ -1,4 +1,4 @@
-"""The slow part of the start: torch, the model, the pool. Imported on the engine's thread only."""
+"""The slow part of a worker's start: importing torch, loading the model, making the KV pool."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from worker.ops.threads import Fatal
 from worker.settings import Settings
 
 if TYPE_CHECKING:
+    from engine.engine import Engine
+    from engine.models.loading import LoadedModel
     from engine.runner import Runner
 
 log = structlog.get_logger()
@@ -31,20 +33,20 @@ _WEIGHTS = (".safetensors", ".gguf", ".bin")
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An engine that is ready, and who turns entries into requests for it."""
+    """An engine that is ready to step, its model, and the translator of entries into its requests."""
 
     engine: EngineLike
     model: ModelLike
     translator: Translator
     facts: Mapping[str, str | int] = field(default_factory=dict)
-    """What `worker_ready` and `tokenmill info` show of the model."""
+    """Fields about the model that `worker_ready` and `tokenmill info` show."""
 
 
 def settle_heap() -> None:
-    """Take what is loaded out of the garbage collector's sight, and have it look less often.
+    """Exempt everything loaded so far from garbage collection, and collect less often.
 
-    A step makes thousands of small objects that die by themselves; with the defaults the collector walked through them,
-    and now and then through all of torch, for a third of what publishing a token costs.
+    A step makes thousands of small objects without cycles. With Python's defaults the collector visits them, and
+    sometimes all of torch, which takes a third of the time of publishing a token.
     """
     gc.collect()
     gc.freeze()
@@ -53,25 +55,25 @@ def settle_heap() -> None:
 
 
 def _trim() -> None:
-    """Give the memory that loading needed for a while back to the system, where the C library is glibc."""
+    """Return memory that only loading needed to the system, if the C library is glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def calm_threads() -> None:
-    """Let OpenMP's threads sleep after a short wait, unless the environment says otherwise; call it before torch loads.
+    """Make OpenMP's idle threads sleep after a short wait, unless the environment sets this; call before torch loads.
 
-    By default they spin for milliseconds, which takes the cores of whoever else is on the machine: Redis, readers, this
-    worker's own threads. Measured on 2 cores beside a load of 5: the demo makes 110 tokens/s asleep, 5 spinning. To
-    fall asleep at once costs a single stream a quarter of its speed: a step is hundreds of short parallel parts.
+    By default they spin for milliseconds, on cores that Redis, readers and this worker's other threads need. Measured
+    on 2 cores with a load average of 5: the demo makes 110 tokens/s with sleeping threads, 5 with spinning ones. With
+    no spinning at all a single stream is a quarter slower, since a step is hundreds of short parallel parts.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # rounds of a wait: tens of microseconds
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # iterations of the waiting loop: tens of microseconds
 
 
 def weights_size(model: str) -> str:
-    """How large a model's files on this machine are, such as `93 MB`; a hub name may have to be fetched first."""
+    """Return the size of a model's files on this machine, such as `93 MB`; a hub name may have to be fetched first."""
     path = demo_file() if model == DEMO_MODEL else Path(model).expanduser()
     try:
         if path is None or not path.exists():
@@ -88,7 +90,7 @@ def weights_size(model: str) -> str:
 
 
 def load(settings: Settings) -> Loaded:
-    """Load what `settings` name.
+    """Load the model and build the engine.
 
     Raises:
         Fatal: with `Exit.LOAD` and the reason.
@@ -103,32 +105,9 @@ def load(settings: Settings) -> Loaded:
         quantize=settings.quantize,
     )
     calm_threads()
-    try:
-        import torch
+    engine, model = _build(settings)
+    from engine.models.chat import ChatError
 
-        from engine.build import CacheOptions, build_engine
-        from engine.models.chat import ChatError
-        from engine.models.loading import LoadError
-    except ImportError as error:
-        raise Fatal(
-            Exit.LOAD, f"the worker's packages are missing ({error}): in a clone of tokenmill, pip install '.[worker]'"
-        ) from error
-    if settings.num_threads is not None:
-        torch.set_num_threads(settings.num_threads)
-    cache = CacheOptions(
-        num_blocks=settings.num_kv_blocks,
-        memory_bytes=settings.kv_cache_memory,
-        swap_bytes=settings.swap_space,
-        swap_file=settings.swap_file,
-        attention=settings.attention,
-    )
-    try:
-        engine, model = build_engine(settings.model_options(), settings.engine_config(), cache)
-    except (LoadError, ValueError, MemoryError, RuntimeError) as error:
-        raise Fatal(Exit.LOAD, f"cannot load {settings.model}: {_line(error)}") from error
-    except Exception as error:  # files that no check foresaw: the operator needs the name of the model, not a traceback
-        log.debug("load_failed", exc_info=True)
-        raise Fatal(Exit.LOAD, f"cannot load {settings.model}: {type(error).__name__}: {_line(error)}") from error
     model.tokenizer.special_tokens_in_messages = settings.special_tokens_in_messages
     _trim()
     facts = _backend(model.implementation, model.implementation_reason) | _memory(engine.runner)
@@ -143,15 +122,42 @@ def load(settings: Settings) -> Loaded:
     return Loaded(engine, model, Translator(settings, engine, model, ChatError), facts)
 
 
+def _build(settings: Settings) -> tuple[Engine, LoadedModel]:
+    try:
+        import torch
+
+        from engine.build import CacheOptions, build_engine
+        from engine.models.loading import LoadError
+    except ImportError as error:
+        message = f"the worker's packages are missing ({error}): in a clone of tokenmill, pip install '.[worker]'"
+        raise Fatal(Exit.LOAD, message) from error
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
+    cache = CacheOptions(
+        num_blocks=settings.num_kv_blocks,
+        memory_bytes=settings.kv_cache_memory,
+        swap_bytes=settings.swap_space,
+        swap_file=settings.swap_file,
+        attention=settings.attention,
+    )
+    try:
+        return build_engine(settings.model_options(), settings.engine_config(), cache)
+    except (LoadError, ValueError, MemoryError, RuntimeError) as error:
+        raise Fatal(Exit.LOAD, f"cannot load {settings.model}: {_line(error)}") from error
+    except Exception as error:  # broken files that no check finds: the operator needs the model's name, not a traceback
+        log.debug("load_failed", exc_info=True)
+        raise Fatal(Exit.LOAD, f"cannot load {settings.model}: {type(error).__name__}: {_line(error)}") from error
+
+
 def _backend(name: str, reason: str) -> dict[str, str | int]:
     return {"backend": name, "backend_reason": reason} if reason else {"backend": name}
 
 
 def _memory(runner: Runner) -> dict[str, str | int]:
-    """What this process holds now, and what it holds once KV pool and host tier have filled."""
+    """Return the process's memory now, and its memory once KV pool and host tier are full."""
     from engine.runner import ModelRunner
 
-    assert isinstance(runner, ModelRunner)  # what `build_engine` makes
+    assert isinstance(runner, ModelRunner)  # which `build_engine` makes
     facts: dict[str, str | int] = {
         "kv_cache_mib": runner.pool.nbytes >> 20,
         "swap_mib": runner.host.nbytes >> 20,

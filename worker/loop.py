@@ -1,4 +1,4 @@
-"""The engine's thread: takes messages in, steps, gives outputs out. Nothing else in the worker touches the engine."""
+"""The engine's thread: takes messages in, steps, gives outputs out. No other thread touches the engine."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NoReturn, Protocol
+
+import structlog
 
 from engine.outputs import EngineBroken, EngineStats, StepOutput
 from engine.request import Request, RequestError
 from tokenmill.protocol.errors import ErrorCode, JobError
+from worker.inbox import Add, Cancel, Do, Drop, Inbox, Message
 from worker.jobs.results import Answer
 from worker.ops.exits import Exit
 from worker.ops.telemetry import Telemetry
 from worker.ops.threads import Fatal
-from worker.queue.outbox import Outbox, Output
+from worker.queue.outbox import Outbox
+
+log = structlog.get_logger()
 
 
 class EngineLike(Protocol):
-    """What the worker needs of `engine.engine.Engine`."""
+    """The part of `engine.engine.Engine` that the worker uses."""
 
     gate: Callable[[list[Request]], None] | None
 
@@ -33,94 +37,65 @@ class EngineLike(Protocol):
     def check(self) -> None: ...
     def limit_tokens(self, prompt_tokens: int, asked: int | None) -> int: ...
     def validate(self, request: Request) -> None: ...
-    def add(self, request: Request) -> None: ...
+    def add(self, request: Request, turn: float | None = None) -> None: ...
+    def turn(self, request_id: str) -> float | None: ...
     def cancel(self, request_id: str) -> None: ...
     def drop(self, request_id: str) -> None: ...
     def hold(self, request_id: str) -> None: ...
     def release(self, request_id: str) -> bool: ...
     def step(self) -> StepOutput: ...
     def stats(self) -> EngineStats: ...
-    def check_integrity(self) -> None: ...
+    def check_idle(self) -> str | None: ...
 
-
-@dataclass(frozen=True, slots=True)
-class Add:
-    """Run this; it was validated."""
-
-    request: Request
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """End this; its `Finished` comes out."""
-
-    handle: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Forget this; nothing comes out."""
-
-    handle: str
-
-
-@dataclass(frozen=True, slots=True)
-class Do:
-    """Do this on the engine's thread."""
-
-    work: Callable[[], None]
-
-
-Message = Add | Cancel | Drop | Do
 
 TICK_SECONDS = 1.0
-"""How long an idle loop sleeps at most, so that it is seen to live."""
+"""Longest sleep of an idle loop, so that `ticked_at` shows that it lives."""
 HELD_SECONDS = 0.05
-"""The same while all that the engine has waits for the gate: deadlines are still looked at."""
+"""Longest sleep while every request of the engine waits for its START: their deadlines are still checked."""
 
 
 class EngineLoop:
-    """Owns the engine while `run` runs."""
+    """Owns the engine while `run` runs: messages come from `inbox`, outputs go to `outbox`."""
 
-    def __init__(self, engine: EngineLike, stop: threading.Event, telemetry: Telemetry | None = None) -> None:
+    def __init__(
+        self, engine: EngineLike, stop: threading.Event, inbox: Inbox, outbox: Outbox, telemetry: Telemetry
+    ) -> None:
         self.engine = engine
-        self.telemetry = telemetry or Telemetry()
-        self.outbox = Outbox()
         self.stats: EngineStats = engine.stats()
         """As of the last step."""
         self.step_since: float | None = None
         """`time.monotonic()` at which the step under way began; None between steps."""
         self.broken: str | None = None
-        """What is wrong with the engine or the tokenizer, where its canary failed."""
+        """Why the engine cannot compute, if its canary failed."""
         self.died = False
         """Whether an exception ended the engine's thread."""
         self.ticked_at = time.monotonic()
-        """When it last looked for something to do."""
-        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._later: list[Request] = []
+        """`time.monotonic()` at which the loop last looked for something to do."""
+        self._inbox = inbox
+        self._outbox = outbox
+        self._telemetry = telemetry
+        self._later: list[Add] = []
         self._later_at = 0.0
         self._stop = stop
         self._dirty = False
-
-    def post(self, message: Message) -> None:
-        """Hand a message to the engine; from any thread."""
-        self._inbox.put(message)
+        self._leak: str | None = None
+        """What the last check of the idle engine found."""
 
     def wake(self) -> None:
         """Make a sleeping loop look at `stop`."""
-        self._inbox.put(None)
+        self._inbox.wake()
 
     def defer(self, request: Request, seconds: float) -> None:
-        """Add this again within `seconds`; called by the gate, on the engine's own thread."""
+        """Add a request again within `seconds`. Called by the gate, on the engine's own thread."""
         if not self._later:
             self._later_at = time.monotonic() + seconds
-        self._later.append(request)
+        self._later.append(Add(request, self.engine.turn(request.id)))
 
     def check(self) -> None:
         """Run the engine's canary.
 
         Raises:
-            Fatal: it failed.
+            Fatal: the canary failed.
         """
         try:
             self.engine.check()
@@ -131,7 +106,7 @@ class EngineLoop:
         """Step while there is work, sleep while there is none; returns when `stop` is set.
 
         Raises:
-            Fatal: the engine fails for its canary, too.
+            Fatal: a step failed for every request, and for the engine's canary.
         """
         try:
             while not self._stop.is_set():
@@ -147,7 +122,7 @@ class EngineLoop:
         raise Fatal(Exit.BROKEN, self.broken) from error
 
     def turn(self, wait: bool = True) -> None:
-        """Take messages in, then make one step if there is anything to do; with `wait`, sleep for a message if not."""
+        """Take in all messages, then make a step if there is anything to do; otherwise sleep for one, with `wait`."""
         self._take_in(wait)
         self.ticked_at = time.monotonic()
         if self.engine.has_work or self._dirty:
@@ -158,19 +133,32 @@ class EngineLoop:
         self.step_since = began = time.monotonic()
         output = self.engine.step()
         self.step_since = None
-        self.telemetry.step.add(time.monotonic() - began)
+        self._telemetry.step.add(time.monotonic() - began)
         self.stats = self.engine.stats()
         if output:
-            self.give(output)
+            self._telemetry.generation_tokens += sum(len(delta.token_ids) for delta in output.deltas)
+            self._outbox.give(output)
         if not self.engine.has_work:
-            self.engine.check_integrity()
+            self._check_idle()
+
+    def _check_idle(self) -> None:
+        """Report blocks that leaked, once for each change; the worker goes on.
+
+        Raises:
+            engine.scheduling.block_pool.IntegrityError: the engine could give wrong text, or requests could wait
+                forever.
+        """
+        leak = self.engine.check_idle()
+        if leak is not None and leak != self._leak:
+            log.error("blocks_leaked", message=leak, hint="a bug: please report it; a restart gives the memory back")
+        self._leak = leak
 
     def _take_in(self, wait: bool) -> None:
-        """Apply all messages there are; sleep for one when there is nothing to compute."""
+        """Apply all messages; sleep until the next one when there is nothing to compute."""
         if self._later and time.monotonic() >= self._later_at:
             later, self._later = self._later, []
-            for request in later:
-                self._apply(Add(request))
+            for add in later:
+                self._apply(add)
         idle = wait and not self._dirty and (self.engine.waits or not self.engine.has_work)
         most = HELD_SECONDS if self.engine.has_work else TICK_SECONDS
         until = self._later_at - time.monotonic() if self._later else most
@@ -179,17 +167,17 @@ class EngineLoop:
             while True:
                 if message is not None:
                     self._apply(message)
-                message = self._inbox.get_nowait()
+                message = self._inbox.get(block=False)
         except queue.Empty:
             return
 
     def _apply(self, message: Message) -> None:
         match message:
-            case Add(request):
+            case Add(request, turn):
                 try:
-                    self.engine.add(request)
+                    self.engine.add(request, turn)
                 except RequestError as error:
-                    self.give(Answer.of(request.id, JobError(ErrorCode.INVALID_REQUEST, str(error))))
+                    self._outbox.give(Answer.of(request.id, JobError(ErrorCode.INVALID_REQUEST, str(error))))
             case Cancel(handle):
                 self._recall(handle)
                 self.engine.cancel(handle)
@@ -201,11 +189,7 @@ class EngineLoop:
         self._dirty = True
 
     def _recall(self, handle: str) -> None:
-        """Give the engine a deferred request back at once, so that it can end it."""
-        for request in [r for r in self._later if r.id == handle]:
-            self._later.remove(request)
-            self.engine.add(request)
-
-    def give(self, output: Output) -> None:
-        """Hand an output to the publisher, without waiting for it. From any thread."""
-        self.outbox.put((time.monotonic(), output))
+        """Add a deferred request to the engine at once, so that the engine can end it."""
+        for add in [add for add in self._later if add.request.id == handle]:
+            self._later.remove(add)
+            self.engine.add(add.request, add.turn)

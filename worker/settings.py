@@ -1,30 +1,31 @@
-"""Every option of the worker, once: the command line, the environment and the engine's configuration come from here."""
+"""All settings of a worker: the command line, the environment and the engine's configuration come from them."""
 
 from __future__ import annotations
 
+import os
 import re
 import socket
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from engine.config import EngineConfig, ModelOptions
+from engine.config import DEFAULTS, EngineConfig, ModelOptions
+from kernels.attention import AUTO, backend_names
 from tokenmill.protocol.callback import AllowList
+from tokenmill.protocol.connection import DEFAULT_URL
 from tokenmill.protocol.environment import PREFIX
 from tokenmill.protocol.job import MAX_TTL_MS
+from tokenmill.protocol.keys import MAX_BODY_BYTES, NAME, RESULT_TTL_S, STREAM_TTL_S, Keys
+from tokenmill.protocol.meta import PUBLISHED
 from tokenmill.protocol.url import check_url
 
-_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
+_KEYS = Keys()
+"""Has the default names."""
+_NAME = f"^{NAME.pattern}$"
 _LONGEST_TTL = MAX_TTL_MS // 1000
-"""Seconds; Redis refuses an expiry of many digits, and with it the result that was to have it."""
+"""Seconds. Redis refuses a longer expiry, and with it the result."""
 _UNITS = {"": 1, "b": 1} | {
     unit: factor**power
     for power, prefix in enumerate("kmgt", start=1)
@@ -33,7 +34,10 @@ _UNITS = {"": 1, "b": 1} | {
 
 
 def parse_size(value: object) -> object:
-    """Bytes from `2GiB`, `512MiB`, `1.5g`, `100MB` or a plain number; other types pass through to pydantic.
+    """Parse `2GiB`, `512MiB`, `1.5g`, `100MB` or a plain number into bytes; return other types as they are.
+
+    `k`, `m`, `g` and `t` alone are powers of 1024. pydantic's ByteSize takes them as powers of 1000, and ignores text
+    behind the unit.
 
     Raises:
         ValueError: not a size.
@@ -52,64 +56,113 @@ def _split(value: object) -> object:
 
 Size = Annotated[int, BeforeValidator(parse_size)]
 """Bytes; written with a unit on the command line and in the environment."""
+if TYPE_CHECKING:
+    Attention = str
+else:
+    Attention = Literal[(AUTO, *backend_names())]
 Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 """A comma-separated list on the command line and in the environment."""
 
 
-class Settings(BaseModel):
-    """Immutable. A field `some_name` is the option `--some-name` and the variable `TOKENMILL_SOME_NAME`."""
+def variable(field: str) -> str:
+    """Return the environment variable of a field."""
+    return PREFIX + field.upper()
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+def option(field: str) -> str:
+    """Return the command-line option of a field."""
+    return "--" + field.replace("_", "-")
+
+
+class _Environment(PydanticBaseSettingsSource):
+    """Reads the variable of each field under its exact name.
+
+    pydantic-settings' own source reads `tokenmill_queue` too or, if it minds case and fields have aliases, `queue`.
+    """
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return os.environ.get(variable(field_name)) or None, field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        found = {name: self.get_field_value(field, name)[0] for name, field in self.settings_cls.model_fields.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class Settings(BaseSettings):
+    """Immutable. The field `some_name` is the option `--some-name` and the environment variable `TOKENMILL_SOME_NAME`.
+
+    Fields that are not given are read from the environment; an empty variable counts as unset.
+    """
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read what is given, then the environment; no files."""
+        return init_settings, _Environment(settings_cls)
 
     # What to serve
     model: str = Field(
         min_length=1,
-        description="The model: `smollm2-135m` (the demo), a safetensors directory, a .gguf file or a hub name.",
+        description="Model: `smollm2-135m` (the demo), a safetensors directory, a .gguf file or a hub name.",
     )
     served_model_name: Names = Field(
         default=(),
-        description="Names that a job's `model` may give, comma-separated; the first is reported. "
+        description="Names that a job's `model` may have, comma-separated; results carry the first one. "
         "Default: the model's own name.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the model runs.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Device that runs the model.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        default="auto", description="Precision; auto: bf16 where the device computes in it, else fp32."
+        default="auto", description="Precision; auto: bf16 if the device computes in it, else fp32."
     )
     backend: Literal["auto", "fused", "transformers"] = Field(
-        default="auto", description="Our fused decoder, or transformers' own model code over our attention."
-    )
-    attention: Literal["auto", "flash", "cpu", "reference"] = Field(
         default="auto",
-        description="Attention kernels; auto: flash (flash-attn) on a GPU that has it, cpu on a CPU, else reference.",
+        description="Model code: our fused decoder, or transformers' code over our attention; auto: fused if it can "
+        "run the model.",
+    )
+    attention: Attention = Field(
+        default=AUTO,
+        description="Attention backend; auto: flash (flash-attn) on a GPU that has it, cpu on a CPU, else reference.",
     )
     quantize: Literal["none", "int8"] = Field(
-        default="none", description="int8: 8-bit products in the fused decoder on the CPU; faster, a little less exact."
+        default="none",
+        description="int8: 8-bit matrix products in the fused decoder on the CPU; faster, slightly less exact.",
     )
     num_threads: int | None = Field(
-        default=None, ge=1, description="CPU threads of the model. Default: torch's choice."
+        default=None, ge=1, description="CPU threads that run the model. Default: torch's choice."
     )
     special_tokens_in_messages: bool = Field(
         default=False,
-        description="Read special tokens that messages spell out, such as `</s>`, as such. Off: they are text.",
+        description="Read special tokens in the text of messages, such as `</s>`, as special tokens. Off: as text.",
     )
 
     # Scheduling and memory
-    max_num_seqs: int = Field(default=128, ge=1, description="Sequences running at once.")
-    max_num_batched_tokens: int = Field(default=2048, ge=1, description="Tokens computed in one step.")
+    max_num_seqs: int = Field(default=DEFAULTS.max_num_seqs, ge=1, description="Maximum number of running sequences.")
+    max_num_batched_tokens: int = Field(
+        default=DEFAULTS.max_num_batched_tokens, ge=1, description="Maximum number of tokens computed in one step."
+    )
     max_model_len: int | None = Field(
-        default=None, ge=1, description="Longest prompt plus output, in tokens. Default: the model's limit."
+        default=None, ge=1, description="Maximum length of prompt plus output, in tokens. Default: the model's limit."
     )
     max_output_tokens: int | None = Field(
-        default=None, ge=1, description="Most output tokens a job gets. Default: what the context leaves."
+        default=None, ge=1, description="Maximum number of output tokens of a job. Default: what the context leaves."
     )
     kv_cache_memory: Size | None = Field(
         default=None,
         ge=1,
-        description="Memory of the KV pool, such as 2GiB. Default: 384 tokens a sequence, or one of full length, at "
-        "most a quarter of the available memory; on a GPU 80 % of what the model leaves free.",
+        description="Memory of the KV pool, such as 2GiB. Default: 384 tokens for each of --max-num-seqs, or one "
+        "sequence of full length, at most a quarter of the available memory; on a GPU 80 % of what the model leaves "
+        "free.",
     )
     num_kv_blocks: int | None = Field(
-        default=None, ge=1, description="KV pool in blocks, instead of --kv-cache-memory."
+        default=None, ge=1, description="Number of blocks in the KV pool, instead of --kv-cache-memory."
     )
     block_size: int | None = Field(
         default=None, ge=1, description="Tokens in a KV block. Default: 16; 256 with flash attention, which needs that."
@@ -118,63 +171,81 @@ class Settings(BaseModel):
         default=None,
         ge=0,
         description="Host memory for preempted sequences and evicted prefixes; 0: they are computed again. "
-        "Default: a quarter of the KV pool, in a file all of it, at most 1GiB.",
+        "Default: a quarter of the KV pool, or with --swap-file all of it, at most 1GiB.",
     )
     swap_file: str | None = Field(
         default=None,
-        description="Where to make a file that holds that host memory while the worker runs. Default: plain memory.",
+        description="Path of a file to create for --swap-space; its space is freed at the worker's end. "
+        "Default: plain memory.",
     )
     max_overtakes: int = Field(
-        default=16, ge=0, description="How often a job for which there is no room may be overtaken by smaller ones."
+        default=DEFAULTS.max_overtakes,
+        ge=0,
+        description="How often smaller jobs may overtake a job for which there is no room.",
     )
     aging_seconds: float = Field(
-        default=30, ge=0, description="How long a job of one lane may wait behind newcomers of the lane above."
+        default=DEFAULTS.aging_seconds,
+        ge=0,
+        description="How long new jobs of the next higher lane may go before a waiting job.",
     )
-    enable_prefix_caching: bool = Field(default=True, description="Share KV blocks of equal prefixes.")
+    enable_prefix_caching: bool = Field(
+        default=DEFAULTS.prefix_caching, description="Share the KV blocks of equal prompt prefixes."
+    )
 
     # The queue
-    redis: Annotated[str, AfterValidator(check_url)] = Field(
-        default="redis://localhost:6379/0", description="URL of Redis or Valkey."
-    )
-    queue: str = Field(default="default", pattern=_NAME, description="Name of the queue.")
-    prefix: str = Field(default="tokenmill", pattern=_NAME, description="First part of every key.")
+    redis: Annotated[str, AfterValidator(check_url)] = Field(default=DEFAULT_URL, description="URL of Redis or Valkey.")
+    queue: str = Field(default=_KEYS.queue, pattern=_NAME, description="Name of the queue.")
+    prefix: str = Field(default=_KEYS.prefix, pattern=_NAME, description="First part of every key.")
     worker_name: str = Field(
         default_factory=lambda: re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:64] or "worker",
         pattern=_NAME,
-        description="First part of this worker's name, before the process id and a random part. Default: the host.",
+        description="First part of this worker's name; process id and a random part follow. Default: the host's name.",
     )
     max_waiting: int = Field(
-        default=64, ge=1, description="Jobs held that have not started yet; no more are read from the queue."
+        default=64, ge=1, description="Maximum number of jobs that are read from the queue ahead of their start."
     )
-    max_body_bytes: Size = Field(default=1 << 20, ge=1, description="Longest body of a job; a longer one is refused.")
+    max_body_bytes: Size = Field(
+        default=MAX_BODY_BYTES, ge=1, description="Maximum size of a job's body; a larger one is refused."
+    )
     callback_hosts: Names = Field(
         default=(),
-        description="What a job's `callback` may name, comma-separated: hosts for https, or whole origins such as "
-        "http://collector.internal:8080. Default: nothing.",
+        description="Hosts that a job's `callback` may name, comma-separated: a host for https, or a whole origin "
+        "such as http://collector.internal:8080. Default: none.",
     )
     max_attempts: int = Field(default=3, ge=1, description="Starts of a job before it is given up.")
     burst: bool = Field(default=False, description="Exit when the queue is empty.")
 
     # Times
-    result_ttl_seconds: int = Field(default=86400, ge=1, le=_LONGEST_TTL, description="Life of a result.")
-    stream_ttl_seconds: int = Field(
-        default=900, ge=1, le=_LONGEST_TTL, description="Life of a job's token events after its end."
+    result_ttl_seconds: int = Field(
+        default=RESULT_TTL_S, ge=1, le=_LONGEST_TTL, description="How long a result is kept."
     )
-    cancel_poll_ms: float = Field(default=50, gt=0, description="How often the cancel keys of held jobs are read.")
+    stream_ttl_seconds: int = Field(
+        default=STREAM_TTL_S,
+        ge=1,
+        le=_LONGEST_TTL,
+        description="How long a job's token events are kept after its end.",
+    )
+    cancel_poll_ms: float = Field(
+        default=50, gt=0, description="Interval at which the cancel keys of held jobs are read."
+    )
     lease_seconds: float = Field(
-        default=30, ge=0.001, description="A job whose worker shows no sign of life for so long is taken over."
+        default=30,
+        ge=0.001,
+        description="Time without a sign of life of a worker after which other workers take its jobs over.",
     )
     sweep_seconds: float | None = Field(
         default=None,
         gt=0,
-        description="How often to look for jobs whose worker died; what was handed back is found at once. "
+        description="Interval of the search for jobs of dead workers; jobs that were handed back are found at once. "
         "Default: half a lease.",
     )
     drain_seconds: float = Field(
-        default=25, ge=0, description="After SIGTERM, how long running jobs may take before they are handed back."
+        default=25, ge=0, description="How long running jobs may go on after SIGTERM before they are handed back."
     )
     stall_seconds: float = Field(
-        default=120, gt=0, description="A single engine step longer than this ends the worker: its device hangs."
+        default=120,
+        gt=0,
+        description="Maximum duration of an engine step; a longer step means that the device hangs: the worker ends.",
     )
     block_ms: int = Field(default=1000, ge=10, description="How long one read waits for new jobs.")
 
@@ -182,20 +253,21 @@ class Settings(BaseModel):
     http_host: str = Field(
         default="127.0.0.1",
         min_length=1,
-        description="Address that --http-port listens on; 0.0.0.0 or :: for all. Whoever reaches it sees the metrics.",
+        description="Address that --http-port listens on; 0.0.0.0 or :: for all. Everybody who reaches it can read the "
+        "metrics.",
     )
     http_port: int | None = Field(
         default=None,
         ge=0,
         le=65535,
-        description="Port of `/healthz`, `/readyz` and `/metrics`; 0 takes a free one. Default: none.",
+        description="Port for `/healthz`, `/readyz` and `/metrics`; 0 takes a free one. Default: none.",
     )
 
     # Logs
-    log_format: Literal["console", "json"] = Field(default="console", description="Shape of the log on stderr.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
+    log_format: Literal["console", "json"] = Field(default="console", description="Format of the log on stderr.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Minimum log level.")
     log_prompts: bool = Field(
-        default=False, description="Log the body of every job as it is read: prompts, which else are in no log."
+        default=False, description="Log the body of every job that is read. Off: no prompt is logged."
     )
 
     @field_validator("callback_hosts")
@@ -214,7 +286,7 @@ class Settings(BaseModel):
 
     @property
     def sweep_every(self) -> float:
-        """Seconds between two sweeps."""
+        """Seconds between two searches for jobs of dead workers."""
         return self.lease_seconds / 2 if self.sweep_seconds is None else self.sweep_seconds
 
     @property
@@ -223,14 +295,11 @@ class Settings(BaseModel):
 
     @property
     def published(self) -> dict[Any, Any]:
-        """What a worker writes into the queue's `meta`, for other workers and for clients."""
-        return {
-            "lease_ms": self.lease_ms,
-            "result_ttl_seconds": self.result_ttl_seconds,
-            "stream_ttl_seconds": self.stream_ttl_seconds,
-        }
+        """The fields that a worker writes into the queue's `meta`, for other workers and for clients."""
+        return {name: getattr(self, name) for name in PUBLISHED}
 
     def model_options(self) -> ModelOptions:
+        """Return the part of the settings that says what to load."""
         return ModelOptions(
             model=self.model,
             device=self.device,
@@ -241,7 +310,7 @@ class Settings(BaseModel):
         )
 
     def engine_config(self) -> EngineConfig:
-        """The number of blocks and the context are set once the model is known."""
+        """Return the engine's limits; the number of blocks and the context are set once the model is known."""
         return EngineConfig(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -250,16 +319,6 @@ class Settings(BaseModel):
             max_overtakes=self.max_overtakes,
             aging_seconds=self.aging_seconds,
         )
-
-
-def variable(field: str) -> str:
-    """The environment variable of a field."""
-    return PREFIX + field.upper()
-
-
-def option(field: str) -> str:
-    """The command-line option of a field."""
-    return "--" + field.replace("_", "-")
 
 
 VARIABLES = frozenset(map(variable, Settings.model_fields))

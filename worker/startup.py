@@ -1,4 +1,4 @@
-"""What a worker asks of Redis before it serves: whether the queue is for it, and with its model loaded, to join it."""
+"""A worker's first calls of Redis: check that the queue fits before the model is loaded, then join the queue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 
 class Startup:
-    """Both steps return False where Redis cannot be asked now, and raise `Fatal` where asking again would not help."""
+    """Both steps return False if Redis cannot be reached now, and raise `Fatal` if another try would not help."""
 
     def __init__(self, settings: Settings, scripts: Scripts) -> None:
         """`scripts`: over a client that does not retry."""
@@ -31,14 +31,14 @@ class Startup:
         self._scripts = scripts
 
     def check(self) -> bool:
-        """Check that Redis takes our credentials and that the queue's lease, where it has one, is ours.
+        """Check that Redis accepts the credentials, and that the queue has no lease yet or this worker's.
 
-        Made before the model is loaded, which may take minutes; whether this worker will ever serve is not known yet.
+        Writes no setting of the queue: whether this worker will ever serve is not known before its model is loaded.
         """
         return self._ask(self._check)
 
     def join(self, keeper: Keeper) -> bool:
-        """Check once more, set the queue's lease where it has none, publish its settings, and show up there."""
+        """Check again, set the queue's lease if it has none, publish the settings, and write `worker:<name>`."""
 
         def join() -> None:
             self._scripts.client.hsetnx(self._scripts.keys.meta, "lease_ms", str(self._settings.lease_ms))
@@ -62,7 +62,7 @@ class Startup:
         return True
 
     def _check(self) -> None:
-        """All workers of a queue agree on the lease: a shorter one would take entries that are not abandoned."""
+        """All workers of a queue need the same lease: one with a shorter lease would take over jobs of live workers."""
         scripts, ours = self._scripts, self._settings.lease_ms
         scripts.ensure_groups()
         theirs: Any = scripts.client.hget(scripts.keys.meta, "lease_ms")

@@ -1,7 +1,7 @@
-"""Configs, weights and decoders.
+"""Configs, weights, decoders and tokenizers.
 
-Importing this package first settles that our `kernels` is not the hub project's package of that import name, which
-transformers uses where it finds it: transformers goes by the version of whatever distribution brings the name.
+transformers uses a package of the Hugging Face hub project named `kernels` if it is installed, and takes our `kernels`
+for it. Importing this package makes sure that it does not.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _ASKED = "transformers.utils.import_utils"
 
 
 def _disown_kernels(import_utils: ModuleType) -> None:
-    """Ask transformers whether the hub's `kernels` is installed while ours can't be seen; it keeps the answer."""
+    """Let transformers look for the hub's `kernels` while ours is hidden; it caches the answer."""
     ours = sys.modules.get("kernels")
-    sys.modules["kernels"] = None  # type: ignore[assignment]  # Python's own mark for "there is no such module"
+    sys.modules["kernels"] = None  # type: ignore[assignment]  # for Python, None means that there is no such module
     try:
         ask = getattr(import_utils, "is_kernels_available", None)
         if ask is not None:
@@ -31,7 +31,7 @@ def _disown_kernels(import_utils: ModuleType) -> None:
 
 
 class _AskFirst(MetaPathFinder):
-    """Has `_disown_kernels` run as soon as transformers is imported, by whomever; many workers never need it."""
+    """Runs `_disown_kernels` when transformers is imported; many workers never import it."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

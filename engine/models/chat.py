@@ -22,12 +22,12 @@ from engine.sampling.structured import GrammarCompiler
 
 
 class ChatError(Exception):
-    """The messages can't be put in the chat template; the error's text is for their sender and names the key."""
+    """The messages cannot be rendered with the chat template; the message is for the sender and names the key."""
 
 
 @cache
 def _reserved() -> frozenset[str]:
-    """Names on the way to a template that are no variables of it, `self` among them."""
+    """Return the names of arguments of `apply_chat_template`, which cannot be variables of a template."""
     from transformers import PreTrainedTokenizerBase  # late: it takes a second
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -56,21 +56,21 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         ids: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
-        known = max(ids.values(), default=-1) + 1  # there may be holes, so this is not the number of tokens
+        known = max(ids.values(), default=-1) + 1  # not the number of tokens: ids may be missing
         self.size: int = known if vocab_size is None else min(known, vocab_size)
-        """Ids from here on are never sampled, and mean nothing to the model."""
+        """Number of ids that the model and the tokenizer both have; ids from here on are never sampled."""
         self._num_ids = known
-        """As `size`, with the ids that the model has no row for: llguidance wants all of them."""
+        """Number of ids of the tokenizer, also those that the model has no row for; llguidance needs all."""
         self._pieces = Pieces(self._backend, self.size)
         self._bos: int | None = hf.bos_token_id
         self._control = ControlText(self._backend)
         self._roles: dict[str, Roles] = {}
         self.special_tokens_in_messages = False
-        """Whether special tokens that messages spell out are read as such too."""
+        """Whether special tokens that messages spell out become special tokens, not text."""
 
     @property
     def eos_token_id(self) -> int | None:
-        """The tokenizer's own idea of the end."""
+        """The end-of-text id of the tokenizer."""
         eos: int | None = self._hf.eos_token_id
         return eos
 
@@ -79,7 +79,7 @@ class Tokenizer:
         return bool(self._hf.chat_template)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a raw prompt, with the special tokens that the tokenizer adds by itself; never two BOS."""
+        """Return the ids of a raw prompt, with the special tokens that the tokenizer adds; never two BOS."""
         ids: list[int] = self._backend.encode(text).ids
         if len(ids) > 1 and ids[0] == ids[1] == self._bos:
             return ids[1:]
@@ -88,36 +88,55 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, /, **template_kwargs: Any
     ) -> list[int]:
-        """Ids of a conversation up to where the assistant's answer begins. The template says which special tokens.
+        """Return the ids of a conversation, up to the beginning of the assistant's answer.
 
         Raises:
             ChatError: the model has no template, or the template refuses the messages.
         """
         roles = self._check(messages, tools, template_kwargs)
-        mask: Mask = {}
-        if not self.special_tokens_in_messages:
-            try:
-                (messages, tools, template_kwargs), mask = self._control.mask((messages, tools, template_kwargs))
-            except TooManyPrivateCharacters as error:
-                raise ChatError(f"messages: {error}") from error
-        text = self._render(roles, messages, tools, template_kwargs, mask)
+        if self.special_tokens_in_messages:
+            text = self._render(roles, messages, tools, template_kwargs, mask={})
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
+        text, mask = self._render_masked(roles, messages, tools, template_kwargs)
         if mask:
             return self._control.encode(text, mask)
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        if not self.special_tokens_in_messages and self._control.overlooked(text, ids):
-            return self._control.encode(text, mask)
-        return ids
+        return self._control.encode(text, mask) if self._control.overlooked(text, ids) else ids
+
+    def _render_masked(
+        self,
+        roles: Roles,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any],
+    ) -> tuple[str, Mask]:
+        """The text of a conversation, and the masks in it: what it spells out unmasked is the template's."""
+        data = (messages, tools, variables)
+        try:
+            (messages, tools, variables), mask = self._control.mask(data)
+            text = self._render(roles, messages, tools, variables, mask)
+            (messages, tools, variables), marks = self._control.mask(data, marks=True)
+        except TooManyPrivateCharacters as error:
+            raise ChatError(f"messages: {error}") from error
+        if marks:
+            try:
+                other = self._render(roles, messages, tools, variables, marks)
+            except ChatError:  # a template that looks for the marks
+                return text, mask
+            if len(self._control.find(other)) < len(self._control.find(text)):
+                return other, marks  # the template has made control text of what stood in messages
+        return text, mask
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, /, **template_kwargs: Any
     ) -> str:
-        """The text that `encode_chat` encodes, control text of the messages included."""
+        """Return the text that `encode_chat` encodes, control text of the messages included."""
         return self._render(self._check(messages, tools, template_kwargs), messages, tools, template_kwargs, mask={})
 
     def _check(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
     ) -> Roles:
-        """Refuse what no template should see, or this one has no place for; returns the roles of the template."""
+        """Check the arguments of a template and the roles of the messages; return the roles of the template."""
         if not self.has_chat_template:
             raise ChatError("messages: this model has no chat template; send a prompt instead of messages")
         if variables and (reserved := sorted(_reserved() & set(variables))):
@@ -159,25 +178,25 @@ class Tokenizer:
         return str(text)
 
     def _roles_of(self, tools: Sequence[Any] | None) -> Roles:
-        """Of the template for these tools: a model may have one with and one without."""
+        """Return the roles of the template for these tools; a model may have a template with tools and one without."""
         source: str = self._hf.get_chat_template(tools=list(tools) if tools else None)
         if source not in self._roles:
             self._roles[source] = Roles(source, lambda messages, tools: self._apply(messages, tools, {}))
         return self._roles[source]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids` where they continue another text. Ids that the tokenizer does not know add nothing."""
+        """Return the text of `ids` after other text. Ids that the tokenizer does not know have no text."""
         return b"".join(self.token_bytes(i, skip_special_tokens) for i in ids).decode(errors="replace")
 
     def token_bytes(self, token: int, skip_special: bool = False) -> bytes:
-        """The bytes that one id stands for, which need not be whole characters; nothing for an unknown id.
+        """Return the bytes of an id, which may be a part of a character; none for an unknown id.
 
         Text is made of these bytes, log-probabilities report them, and grammars are matched against them.
         """
         return self._pieces.bytes_of(token, skip_special)
 
     def grammars(self, eos_token_ids: Collection[int]) -> GrammarCompiler:
-        """A compiler of grammars over this tokenizer's ids, whose texts end with one of `eos_token_ids`.
+        """Return a compiler of grammars over this tokenizer's ids, whose texts end with one of `eos_token_ids`.
 
         Raises:
             ValueError: no id ends the text, or the tokenizer's ids are not made of bytes.

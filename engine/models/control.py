@@ -1,13 +1,14 @@
-"""Control text in what users send is text.
+"""Encodes special tokens that messages spell out as text.
 
-A tokenizer reads the text of a special token as that token wherever it stands, so that a message which spells out
-`<|im_end|>` could end its own turn and begin one of the system. Here such text is masked before the chat template is
-rendered and unmasked after the template's own markers were found, so that only these become special tokens.
+A tokenizer turns the text of a special token into this token wherever it is, so a message that spells out `<|im_end|>`
+could end its turn and begin a turn of the system. Here such text is masked before the chat template is rendered, and
+unmasked after the markers of the template were found, so that only these become special tokens.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 import secrets
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -16,18 +17,18 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, models
 
 _PRIVATE = range(0xF0000, 0x10FFFE)
-"""Code points that mean nothing to anybody, for the masks."""
+"""Private-use code points, which serve as masks."""
 
 Mask = Mapping[int, str]
-"""For `str.translate`: from each character's mask back to the character. Empty: nothing was masked."""
+"""For `str.translate`: mask → masked character. Empty: nothing was masked."""
 
 
 class TooManyPrivateCharacters(ValueError):
-    """A text that holds all characters which could be masks."""
+    """A text contains so many private-use characters that not enough are left for the masks."""
 
 
 class ControlText:
-    """Finds and masks the text of special tokens, and encodes what was masked. Any thread may use it.
+    """Finds and masks the text of special tokens, and encodes masked text. Any thread may use it.
 
     Added tokens that are not special, such as Gemma's runs of spaces or Qwen's `<think>`, are text that has an id of
     its own: they are matched in messages as everywhere.
@@ -50,20 +51,26 @@ class ControlText:
             ]
         )
         self._folds = backend.normalizer is not None and any(token.normalized for token in self._special.values())
-        """Whether a text may be normalised into a special token, such as a wide `＜`, and so not be found here."""
+        """Whether the normaliser may make a special token of other text, such as a wide `＜`, which `find` misses."""
 
     def find(self, text: str) -> list[tuple[int, int]]:
-        """Where the text of a special token begins and ends in `text`, in order."""
+        """Return the (start, end) of each text of a special token in `text`, in order."""
         found = self._finder.encode(text, add_special_tokens=False)
         return [span for token, span in zip(found.ids, found.offsets, strict=True) if token != 0]
 
-    def mask(self, data: Any) -> tuple[Any, Mask]:
-        """`data`, which is made of JSON's types, with all control text in its strings masked character by character.
+    def mask(self, data: Any, marks: bool = False) -> tuple[Any, Mask]:
+        """Return a copy of `data`, made of JSON's types, with each character of control text masked, and the mask.
+
+        Args:
+            data: any value.
+            marks: mask each punctuation character of special tokens (`<`, `|`, …) instead, wherever it is: a template
+                may join control text of parts in different strings, or of parts around text that it removes.
 
         Raises:
-            TooManyPrivateCharacters: none are left for the masks.
+            TooManyPrivateCharacters: not enough characters are left for the masks.
         """
-        spans = {text: found for text in _strings(data) if (found := self.find(text))}
+        find = self._find_marks if marks else self.find
+        spans = {text: found for text in _strings(data) if (found := find(text))}
         if not spans:
             return data, {}
         hidden = {char for text, found in spans.items() for start, end in found for char in text[start:end]}
@@ -76,8 +83,16 @@ class ControlText:
         masked = {text: _translate_spans(text, found, table) for text, found in spans.items()}
         return _replace(data, masked), {ord(mask): char for char, mask in masks.items()}
 
+    def _find_marks(self, text: str) -> list[tuple[int, int]]:
+        return [match.span() for match in self._marks.finditer(text)] if self._marks else []
+
+    @cached_property
+    def _marks(self) -> re.Pattern[str] | None:
+        chars = {c for token in self._special.values() for c in token.content if not (c.isalnum() or c in " _-")}
+        return re.compile(f"[{re.escape(''.join(sorted(chars)))}]+") if chars else None
+
     def encode(self, text: str, mask: Mask) -> list[int]:
-        """Ids of a rendered text, without masks; only what spells a special token unmasked becomes one."""
+        """Return the ids of a rendered text after unmasking it; only unmasked text becomes special tokens."""
         parts, last = [], 0
         for start, end in self.find(text):
             parts += [text[last:start], self._markers[text[start:end]]]
@@ -87,18 +102,18 @@ class ControlText:
         return list(itertools.chain.from_iterable(self._ids(i) for i in found))
 
     def overlooked(self, text: str, ids: list[int]) -> bool:
-        """Whether `ids` of a text have special tokens that the text does not spell out as they are."""
+        """Return whether `ids`, those of `text`, contain special tokens that `find` does not see in the text."""
         return self._folds and sum(i in self._special for i in ids) > len(self.find(text))
 
     @cached_property
     def _markers(self) -> dict[str, str]:
-        """For each special token's text one that nobody can guess."""
+        """Text of each special token → a random marker, which no message can contain."""
         nonce = secrets.token_hex(16)
         return {token.content: f"\U0010ffff{nonce}:{i}\U0010ffff" for i, token in self._special.items()}
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        """The same tokenizer, over the same model in memory, which knows special tokens by their markers only."""
+        """The same tokenizer, sharing the model in memory, except that only markers become special tokens."""
         plain = Tokenizer(self._backend.model)
         plain.normalizer, plain.pre_tokenizer = self._backend.normalizer, self._backend.pre_tokenizer
         holes = max(self._vocabulary.values(), default=-1) + 1 - len(self._vocabulary)
@@ -119,14 +134,14 @@ class ControlText:
 
     @cached_property
     def _real_ids(self) -> dict[int, int]:
-        """From `_plain`'s ids of added tokens to the model's."""
+        """Id of an added token in `_plain` → id in the model."""
         ids = {i: self._plain.token_to_id(self._renamed(token).content) for i, token in self._added.items()}
         return {plain: i for i, plain in ids.items() if plain is not None}
 
     def _ids(self, found: int) -> list[int]:
         if found in self._real_ids:
             return [self._real_ids[found]]
-        # A model's own merges may lead to a special token too: `</` and `s>` to `</s>`.
+        # The merges of the model can make a special token, too: `</s>` of `</` and `s>`.
         if found in self._special and self._special[found].content not in self._unknown:
             return self._spelled(self._special[found].content)
         return [found]
@@ -136,7 +151,7 @@ class ControlText:
         return {getattr(self._backend.model, "unk_token", None) or "<unk>", "<unk>"}
 
     def _spelled(self, content: str) -> list[int]:
-        """The ids of this text in two parts that the model cannot join."""
+        """Return the ids of this text, cut into two parts that the model does not merge."""
         for cut in range(1, len(content)):
             halves = (self._backend.model.tokenize(part) for part in (content[:cut], content[cut:]))
             ids = [token.id for half in halves for token in half]
@@ -146,7 +161,7 @@ class ControlText:
 
 
 def _strings(data: Any) -> Iterator[str]:
-    """All strings in `data`, keys too."""
+    """Yield all strings in `data`, keys included."""
     todo = [data]
     while todo:
         item = todo.pop()

@@ -1,4 +1,4 @@
-"""One decoder for Llama and its many relatives: what differs between them is in `DecoderConfig`.
+"""The fused decoder: Llama and the families like it, which differ in their `DecoderConfig`.
 
 Projections that read the same input are one matrix (q, k and v; gate and up). Rows are tokens of any number of
 sequences; only attention looks beyond its own row, so that a row's result depends on its sequence alone.
@@ -44,7 +44,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Logits `[R, vocab]` of the sampled rows; the KV of all rows is written."""
+        """Compute all rows and write their K and V; return the logits of the sampled rows, `[R, vocab]`."""
         positions = batch.positions
         rotations = [(cos[positions], sin[positions]) for cos, sin in self._tables]  # [T, head_dim / 2] each
         layers = self.parameters.layers
@@ -62,13 +62,13 @@ class Decoder:
         return self._logits((x + residual)[batch.sample_rows])
 
     def _branch(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        """What a branch adds to the residual."""
+        """Return what a branch (attention or feed-forward) adds to the residual, `[T, hidden]`."""
         if norm is not None:
             x = rms_norm(x, norm, self.config.eps)
         return x if self.config.residual_scale == 1 else x * self.config.residual_scale
 
     def _add(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The input of the next branch, and the residual."""
+        """Add to the residual and normalise it; return the input of the next branch, and the residual."""
         if norm is not None:
             return add_rms_norm(x, residual, norm, self.config.eps)
         residual = x + residual
@@ -105,7 +105,7 @@ class Decoder:
         return layer.out(out.view(-1, heads * config.head_dim))
 
     def _norm_projections(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
-        """Normalise all queries of a row at once, and all its keys, in place."""
+        """Normalise in place: all queries of a row together, and all keys of a row together."""
         start = 0
         for weight in (q_norm, k_norm):
             part = qkv[:, start : start + weight.shape[0]]

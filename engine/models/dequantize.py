@@ -1,4 +1,4 @@
-"""Numbers of GGUF tensors in floating point, equal bit for bit to what the library `gguf` makes of them.
+"""Dequantises GGUF tensors, with the same bits as the library `gguf`.
 
 A few thousand blocks at a time go through a small buffer, which stays in the CPU's cache, into the result's own type.
 The most common types are computed in torch; the library computes the others.
@@ -18,7 +18,7 @@ from engine.models.gguf_reader import GgufTensor
 from engine.models.weights import LoadError
 
 _AT_ONCE = 1 << 15
-"""Numbers that are computed at once: a multiple of every block, and so few that torch starts no threads for them."""
+"""Numbers that are computed at once: a multiple of each block size, and so few that torch uses one thread."""
 _PLAIN = {
     GGMLQuantizationType.F64: torch.float64,
     GGMLQuantizationType.F32: torch.float32,
@@ -28,7 +28,7 @@ _PLAIN = {
 
 
 def dequantize(tensor: GgufTensor, part: int | None, dtype: torch.dtype) -> Tensor:
-    """The numbers of a tensor, rounded once, from fp32 to `dtype`.
+    """Dequantise a tensor; each number is rounded once, from fp32 to `dtype`.
 
     Args:
         part: which slice of the first dimension; None: all of it.
@@ -58,7 +58,7 @@ def _of_library(tensor: GgufTensor) -> Callable[[Tensor, Tensor], Tensor]:
 
     def compute(blocks: Tensor, buffer: Tensor) -> Tensor:
         try:
-            # As one long row: the library goes through rows in a Python loop.
+            # As one row, since the library loops over rows in Python.
             return torch.from_numpy(gguf.dequantize(blocks.numpy().reshape(1, -1), kind)).view_as(buffer)
         except NotImplementedError as error:
             raise LoadError(f"tensor {tensor.name!r} is quantised as {kind.name}, which can't be read") from error
@@ -67,12 +67,12 @@ def _of_library(tensor: GgufTensor) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _scales(blocks: Tensor, count: int) -> Tensor:
-    """The `count` fp16 numbers that each block begins with, fp32 `[blocks, count]`."""
+    """Return the `count` fp16 numbers at the beginning of each block, fp32 `[blocks, count]`."""
     return blocks[:, : 2 * count].contiguous().view(torch.float16).float()
 
 
 def _nibbles(blocks: Tensor, start: int, out: Tensor) -> Tensor:
-    """The 4-bit numbers from byte `start` of each block: first all low halves, then all high ones."""
+    """Return the 4-bit numbers from byte `start` of each block: all low halves, then all high halves."""
     packed = blocks[:, start:].contiguous().view(torch.int32)  # four bytes at a time
     halves = torch.stack((packed & 0x0F0F0F0F, (packed >> 4) & 0x0F0F0F0F), 1)
     return out.copy_(halves.view(torch.uint8).view(out.shape))

@@ -1,4 +1,4 @@
-"""What follows attention in a layer: a gated feed-forward, or a mixture of them."""
+"""The second branch of a layer: a gated feed-forward, or a mixture of such experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FeedForward:
     gate_up: Linear
     down: Linear
     act_mul: Callable[[Tensor], Tensor] | None
-    """From `[T, 2 * inner]`, gate first, to `[T, inner]`; None: `gate_up` is gated itself."""
+    """Gates `[T, 2 * inner]`, gate first, to `[T, inner]`; None: `gate_up` returns the gated product."""
 
     def __call__(self, x: Tensor) -> Tensor:
         x = self.gate_up(x)
@@ -30,7 +30,7 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts (Shazeer et al. 2017): each row goes through the few that its router scores highest.
+    """A mixture of experts (Shazeer et al. 2017): each row is computed by the experts that the router scores highest.
 
     A row's bits depend on the row alone: an expert is a product that does not care how many rows it gets, and a row's
     results add up in the order of its experts.
@@ -39,9 +39,9 @@ class Experts:
     router: Linear
     experts: tuple[FeedForward, ...]
     per_row: int
-    """Experts that a row goes through."""
+    """Number of experts that compute each row."""
     normalise: bool
-    """Whether the weights of a row's experts are made to sum to 1."""
+    """Whether the weights of the experts of a row are normalised to a sum of 1."""
 
     def __call__(self, x: Tensor) -> Tensor:
         weights, chosen = self._route(x)  # [T, per_row]
@@ -59,16 +59,16 @@ class Experts:
         return out.to(x.dtype)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights (fp32) and numbers of each row's experts, `[T, per_row]`, in ascending order of the number."""
+        """Return weights (fp32) and indices of the experts of each row, each `[T, per_row]`, by ascending index."""
         scores = torch.softmax(self.router(x), dim=-1, dtype=torch.float32)
         weights, chosen = scores.topk(self.per_row, dim=-1)
         if self.normalise:
-            # Summed up one after the other: the order in which `sum` adds depends on the shape.
+            # Added one after the other, since the order in which `sum` adds depends on the shape.
             weights = weights / weights.cumsum(-1)[:, -1:]
         chosen, order = chosen.sort(dim=-1)
         return weights.gather(-1, order), chosen
 
     def linears(self) -> Iterator[Linear]:
-        """One of each shape."""
+        """Yield one linear of each shape."""
         yield self.router
         yield from self.experts[0].linears()

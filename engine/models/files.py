@@ -1,4 +1,4 @@
-"""Where a model's files are: the demo model, a GGUF file, a directory, or a name on the Hugging Face hub."""
+"""Finds the files of a model: the demo model, a GGUF file, a directory, or a name on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 import structlog
 
 from engine.models import demo
-from engine.models.gguf import NO_MODELS, GgufFile
+from engine.models.gguf import GgufFile, holds_model
 from engine.models.gguf_reader import gguf_parts, part_stem, read_metadata
-from engine.models.weights import LoadError
+from engine.models.weights import LoadError, model_safetensors
 
 log = structlog.get_logger()
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 _HUB_NOT = ["consolidated*.safetensors", "adapter_model.safetensors"]
-"""Weights that would not be read; Mistral's repositories hold everything twice."""
+"""Weights that are not downloaded, since they are never read; Mistral's repositories contain all weights twice."""
 
 
 @dataclass
 class Source:
-    """Where a model's files are."""
+    """The place of a model's files."""
 
     name: str
     directory: Path
@@ -32,7 +32,7 @@ def find_model(model: str) -> Source:
     """Find a model's files.
 
     Raises:
-        LoadError: there are none, or they are of several models; the message says what is there.
+        LoadError: no model was found, or several; the message names what was found.
     """
     if model == demo.DEMO_MODEL:
         return _gguf(demo_file(), demo.DEMO_MODEL)
@@ -53,9 +53,9 @@ def _gguf(path: Path, name: str | None = None) -> Source:
 
 
 def _directory(path: Path) -> Source:
-    """A directory with safetensors, or with one model in GGUF."""
-    ggufs = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf" and file.is_file())
-    if ggufs and not any(path.glob("*.safetensors")):
+    """Return the source of a directory that holds safetensors, or one model in GGUF."""
+    ggufs = sorted(file for file in path.glob("[!.]*") if file.suffix.lower() == ".gguf" and file.is_file())
+    if ggufs and not model_safetensors(path):
         return _gguf(_only_model(path, ggufs))
     if not (path / "config.json").exists():
         if (path / "adapter_config.json").exists():
@@ -65,19 +65,31 @@ def _directory(path: Path) -> Source:
         what = "no config.json" if any(path.iterdir()) else "no files"
         raise LoadError(f"{path} is no model: it has {what} and no .gguf file")
     if (path / "adapter_config.json").exists():
-        log.warning(
-            "adapter_not_applied", directory=str(path), reason="adapters are not supported; the weights are used"
-        )
+        _warn_of_adapter(path, "adapter_config.json")
     return Source(path.resolve().name, path, None)
 
 
+def _warn_of_adapter(directory: Path, file: str) -> None:
+    log.warning(
+        "adapter_not_applied",
+        directory=str(directory),
+        file=file,
+        reason="adapters are not supported; the weights are used",
+    )
+
+
 def _only_model(directory: Path, ggufs: list[Path]) -> Path:
-    """The first part of the one model among these files, next to which encoders of images or sounds may lie."""
+    """Return the first part of the only model among GGUF files; adapters and encoders of images may lie beside it."""
     firsts = []
     for path in ggufs:
         first = gguf_parts(path)[0]
-        if first not in firsts and read_metadata(first).get("general.architecture") not in NO_MODELS:
+        if first in firsts:
+            continue
+        metadata = read_metadata(first)
+        if holds_model(metadata):
             firsts.append(first)
+        elif metadata.get("general.type") == "adapter":
+            _warn_of_adapter(directory, path.name)
     if len(firsts) != 1:
         names = ", ".join(path.name for path in firsts or ggufs)
         raise LoadError(
@@ -89,7 +101,7 @@ def _only_model(directory: Path, ggufs: list[Path]) -> Path:
 
 
 def demo_file() -> Path:
-    """The demo model's file.
+    """Return the file of the demo model.
 
     Raises:
         LoadError: its package is not installed.

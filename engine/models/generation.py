@@ -1,4 +1,4 @@
-"""What a model's makers suggest in `generation_config.json`, as they wrote it."""
+"""Reads the sampling defaults in `generation_config.json`, as they are written there."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _NO_EFFECT = frozenset(
         *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "prompt_lookup_num_tokens"),
     }
 )
-"""Keys about ids that are read elsewhere, lengths, the cache, what `generate()` returns, beams and drafts: they change
-no text of a request that says for itself how long it may be."""
+"""Keys that change no text of a request with its own `max_tokens`: ids that are read elsewhere, lengths, the cache,
+return values of `generate()`, beams and drafts."""
 _OFF: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
@@ -53,15 +53,15 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "guidance_scale": (1,),
     "encoder_repetition_penalty": (1,),
 }
-"""Keys that change the text unless they have one of these values; 0, false and empty are off for every key."""
+"""Key → values with which it changes no text. For each key, 0, false and empty values change nothing either."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What the model's makers suggest; None where they say nothing. Values are as written: the worker checks them."""
+    """Defaults of a model; None: the file has no such key. Values are not checked here; the worker checks them."""
 
     eos_token_ids: frozenset[int] = frozenset()
-    """All ids that end the text: of the config, the generation config and the tokenizer."""
+    """All ids that end a text: those of the config, the generation config and the tokenizer."""
     temperature: Any = None
     top_p: Any = None
     top_k: Any = None
@@ -72,18 +72,18 @@ class GenerationDefaults:
     begin_suppress_tokens: Any = None
     bad_words_ids: Any = None
     not_applied: tuple[str, ...] = ()
-    """Keys that would change the text and are not known here."""
+    """Keys that may change the text and are not applied."""
 
 
 def read_generation(directory: Path | None, ends: Iterable[object]) -> GenerationDefaults:
-    """Read what `generation_config.json` in a model's directory suggests; it need not be there.
+    """Read `generation_config.json` in the directory of a model, if it is there.
 
     Args:
-        directory: None where there is nothing to read, as with GGUF.
+        directory: None: there is no directory, as with GGUF.
         ends: end-of-text ids of the config and the tokenizer, each None, an id or a list of ids.
 
     Raises:
-        LoadError: the file is not a JSON object, or an end of text is not an id.
+        LoadError: the file is not a JSON object, or an end-of-text id is not an integer.
     """
     suggested = {} if directory is None else _read(directory / FILE)
     found = [end_ids(end, "config.json") for end in ends]
@@ -96,11 +96,11 @@ def read_generation(directory: Path | None, ends: Iterable[object]) -> Generatio
 
 
 def end_ids(value: object, file: str) -> frozenset[int]:
-    """An EOS setting as a set: None, one id (0 is one) or a list of them. A negative id, as some write for none, is
-    left out.
+    """Return the ids of an `eos_token_id`, which is None, an id or a list of ids. Negative ids mean "none" and are left
+    out.
 
     Raises:
-        LoadError: it is something else.
+        LoadError: the value is anything else.
     """
     ids: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):

@@ -1,10 +1,11 @@
-"""GGUF files: config from the metadata, weights dequantised, tokenizer.
+"""Reads a model from GGUF: its config, its weights, its tokenizer.
 
 Key and tensor names are llama.cpp's (gguf-py `constants.py`, `tensor_mapping.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,10 @@ from torch import Tensor
 
 from engine.models.config import Unsupported
 from engine.models.dequantize import dequantize
-from engine.models.gguf_config import GgufConfig, read_config
+from engine.models.gguf_config import ARCHITECTURES, Architecture, GgufConfig, read_config
 from engine.models.gguf_reader import GgufTensor, read_gguf
 from engine.models.gguf_tokenizer import GgufTokenizer, Vocabulary
 from engine.models.weights import LoadError
-
-_PERMUTED = {"llama", "smollm3", "granite"}
-"""Architectures whose q and k rows llama.cpp stores with the two halves of a head interleaved."""
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
@@ -36,26 +34,19 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_AFTER = {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_GEMMA = {**_AFTER, "ffn_norm": "pre_feedforward_layernorm"}
-_DIFFERENT: dict[str, dict[str, str]] = {
-    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-    "qwen3moe": {"ffn_gate_inp": "mlp.gate"},
-    "olmo2": _AFTER,
-    "gemma2": _GEMMA,
-    "gemma3": _GEMMA,
-}
-"""What an architecture has besides `_BLOCK`, or in its place."""
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-"""One tensor for all experts of a layer."""
-NO_MODELS = {"clip"}
-"""Architectures of files that lie beside models: encoders of images and sounds."""
+"""Tensors that hold all experts of a layer."""
+_NO_MODELS = {"clip"}
+"""Architectures that are no language models but lie beside them: encoders of images and sound."""
 ROPE_FACTORS = "rope_freqs.weight"
-"""Divides the rotary frequencies (llama3 scaling, evaluated by the converter)."""
+"""Name of the tensor that divides the rotary frequencies (llama3 scaling, which the converter evaluated)."""
 _ROPE_FACTOR_LISTS = ("rope_factors_short.weight", "rope_factors_long.weight")
+
+
+def holds_model(metadata: Mapping[str, Any]) -> bool:
+    """Tell a language model from what lies beside models: adapters, importance matrices, encoders of images."""
+    kind = metadata.get("general.type", "model")
+    return kind == "model" and metadata.get("general.architecture") not in _NO_MODELS
 
 
 class GgufFile:
@@ -70,38 +61,43 @@ class GgufFile:
         contents = read_gguf(path)
         self._metadata = contents.metadata
         self.architecture = str(self.field("general.architecture"))
-        if (kind := self.field("general.type", "model")) != "model" or self.architecture in NO_MODELS:
+        self.family = ARCHITECTURES.get(self.architecture)
+        """The entry of the architecture; None: the architecture is not known, and `config` raises."""
+        if not holds_model(self._metadata):
+            kind = self.field("general.type", "model")
             raise LoadError(
                 f"{path} holds no language model (its type is {kind!r}, architecture {self.architecture!r})"
             )
         self._tensors: dict[str, tuple[GgufTensor, int | None]] = {}
-        """By Hugging Face name: a tensor, and which of its slices, if it is a stack of experts."""
+        """Hugging Face name → tensor, and index of a slice if the tensor holds all experts of a layer."""
         for tensor in contents.tensors:
-            for name, entry in _entries(tensor, self.architecture).items():
+            for name, entry in _entries(tensor, self.family).items():
                 if name in self._tensors:
                     raise LoadError(f"{path} holds tensor {name!r} twice")
                 self._tensors[name] = entry
         self._in_config: set[str] = set()
-        """Tensors that belong to the config and were read for it."""
+        """Names of tensors that are part of the config."""
 
     def field(self, key: str, default: Any = None) -> Any:
-        """A metadata value as Python objects."""
+        """Return a metadata value as Python objects."""
         return self._metadata.get(key, default)
 
     def names(self) -> set[str]:
-        """Of all tensors that the config has not taken."""
+        """Return the names of all tensors, without those that are part of the config."""
         return set(self._tensors) - self._in_config
 
     def load(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a tensor, dequantised, in the order and scale of a Hugging Face checkpoint."""
         tensor, part = self._tensors[name]
-        if self.architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
-            # The format holds what Gemma's norms multiply with, a checkpoint that less 1.
-            return (dequantize(tensor, part, torch.float32) - 1).to(dtype)
+        family = self.family
+        if family is not None and family.norms_less and name.endswith("norm.weight"):
+            return (dequantize(tensor, part, torch.float32) - family.norms_less).to(dtype)
         weight = dequantize(tensor, part, dtype)
-        if self.architecture in _PERMUTED and ".self_attn.q_proj." in name:
-            return self._unpermute(name, weight, self.hyper("attention.head_count"))
-        if self.architecture in _PERMUTED and ".self_attn.k_proj." in name:
-            return self._unpermute(name, weight, self.kv_heads)
+        if family is not None and family.permuted:
+            if ".self_attn.q_proj." in name:
+                return self._unpermute(name, weight, self.hyper("attention.head_count"))
+            if ".self_attn.k_proj." in name:
+                return self._unpermute(name, weight, self.kv_heads)
         return weight
 
     def _unpermute(self, name: str, weight: Tensor, heads: int) -> Tensor:
@@ -111,42 +107,42 @@ class GgufFile:
         return weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
     def eos_token_ids(self) -> set[int]:
-        """The ids that end a turn: of the text, the turn and the message."""
+        """Return the ids that end a text, a turn or a message."""
         return self.vocabulary.end_ids()
 
     def rope_factor_lists(self) -> tuple[list[float], list[float]]:
-        """The divisors for short and for long sequences (longrope), each empty if the file has none."""
+        """Return the divisors for short and for long sequences (longrope); each is empty if the file has none."""
         self._in_config.update(self._tensors.keys() & _ROPE_FACTOR_LISTS)
         short, long = (self.load(name).tolist() if name in self._tensors else [] for name in _ROPE_FACTOR_LISTS)
         return short, long
 
     def config(self) -> GgufConfig:
-        """See `read_config`."""
+        """Return the Hugging Face config, see `read_config`."""
         return read_config(self)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The tokens."""
+        """The tokens of the file."""
         return Vocabulary(self)
 
     def tokenizer(self) -> GgufTokenizer:
-        """What stands for a transformers tokenizer.
+        """Return the tokenizer, with the methods of a transformers tokenizer that we call.
 
         Raises:
-            LoadError: it is of a kind that is not known.
+            LoadError: the kind of tokenizer is not known.
         """
         return GgufTokenizer(self)
 
     def metadata_keys(self) -> list[str]:
-        """Of all metadata."""
+        """Return the keys of all metadata."""
         return list(self._metadata)
 
     def hyper(self, key: str, default: Any = None) -> Any:
-        """A number of the model. A list with one value for each layer is that number if all are equal.
+        """Return a number of the architecture. A list with one value for each layer counts if all values are equal.
 
         Raises:
-            LoadError: it is not there and has no default, or is no number.
-            Unsupported: the layers differ.
+            LoadError: the key is missing and has no default, or its value is not a number.
+            Unsupported: the layers have different values.
         """
         name = f"{self.architecture}.{key}"
         value = self.field(name, default)
@@ -161,7 +157,7 @@ class GgufFile:
         return value
 
     def count(self, key: str, default: Any = None) -> int:
-        """As `hyper`, for what there is at least one of."""
+        """Return a number as `hyper` does, which must be an integer of at least 1."""
         value = self.hyper(key, default)
         if not isinstance(value, int) or value < 1:
             raise LoadError(f"{self.path}: {self.architecture}.{key} is {value!r}")
@@ -173,28 +169,28 @@ class GgufFile:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding."""
+        """Number of rows of the embedding."""
         if "model.embed_tokens.weight" not in self._tensors:
             raise LoadError(f"{self.path} has no tensor token_embd.weight")
         return self._tensors["model.embed_tokens.weight"][0].shape[0]
 
 
-def _entries(tensor: GgufTensor, architecture: str) -> dict[str, tuple[GgufTensor, int | None]]:
-    """A tensor under its Hugging Face name, or each slice of a stack of experts under its own."""
+def _entries(tensor: GgufTensor, family: Architecture | None) -> dict[str, tuple[GgufTensor, int | None]]:
+    """Return the tensor by its Hugging Face name, or each expert of a tensor of experts by its name."""
     parts = tensor.name.split(".")
     if len(parts) == 4 and parts[0] == "blk" and parts[2] in _EXPERTS:
         prefix, suffix = f"model.layers.{parts[1]}.mlp.experts", f"{_EXPERTS[parts[2]]}.{parts[3]}"
         return {f"{prefix}.{i}.{suffix}": (tensor, i) for i in range(tensor.shape[0])}
-    return {_hf_name(tensor.name, architecture): (tensor, None)}
+    return {_hf_name(tensor.name, family): (tensor, None)}
 
 
-def _hf_name(name: str, architecture: str) -> str:
-    """`blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`; unknown names stay as they are."""
+def _hf_name(name: str, family: Architecture | None) -> str:
+    """Translate a name: `blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`; unknown names stay."""
     stem, _, kind = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
     parts = stem.split(".", 2)
-    block = _BLOCK | _DIFFERENT.get(architecture, {})
+    block = _BLOCK if family is None else {**_BLOCK, **family.tensors}
     if len(parts) == 3 and parts[0] == "blk" and parts[2] in block:
         return f"model.layers.{parts[1]}.{block[parts[2]]}.{kind}"
     return name

@@ -1,14 +1,14 @@
-"""From the metadata of a GGUF file to the Hugging Face config of the same model.
+"""Translates the metadata of a GGUF file to the Hugging Face config of the same model.
 
-Keys are llama.cpp's (gguf-py `constants.py`). What a family's graph there holds as constants, for want of a key, is
-held here too.
+Keys are those of llama.cpp (gguf-py `constants.py`). Constants that llama.cpp has in the graph of a family, since the
+format has no key for them, are in the entry of the family here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from engine.models.config import Unsupported
@@ -64,13 +64,13 @@ _NEUTRAL: dict[str, Any] = {
     "rope.scaling.yarn_attn_factor": 1,
     "rope.scaling.yarn_log_multiplier": 0,
 }
-"""Keys that change nothing with this value, where an architecture does not read them."""
+"""Key → the value with which it changes nothing, for architectures that do not read the key."""
 
 
 class GgufConfig:
-    """The Hugging Face config that a file's metadata says, as plain attributes.
+    """The Hugging Face config of a file, as plain attributes.
 
-    It costs no import of transformers, which takes as long as loading a small model; `pretrained` makes the real one.
+    It does not import transformers, which takes as long as loading a small model; `pretrained` returns its class.
     """
 
     def __init__(self, model_type: str, values: Values) -> None:
@@ -84,11 +84,11 @@ class GgufConfig:
             raise AttributeError(f"GGUF config of {self.__dict__.get('model_type')} has no {name!r}") from None
 
     def get_text_config(self) -> GgufConfig:
-        """Itself: the file holds nothing but a language model."""
+        """Return this config: the file holds only a language model."""
         return self
 
     def pretrained(self) -> PretrainedConfig:
-        """The same as transformers' class.
+        """Return this config as an object of transformers.
 
         Raises:
             LoadError: transformers refuses the values.
@@ -104,21 +104,21 @@ class GgufConfig:
 
 
 def read_config(file: GgufFile) -> GgufConfig:
-    """The Hugging Face config that the metadata says.
+    """Return the Hugging Face config of a file.
 
     Raises:
-        Unsupported: an architecture or a key that is not understood.
-        LoadError: a key is missing, or they don't go together.
+        Unsupported: the architecture or a key is not understood.
+        LoadError: a key is missing, or values contradict each other.
     """
-    if file.architecture not in _ARCHITECTURES:
+    if file.architecture not in ARCHITECTURES:
         raise Unsupported(f"GGUF architecture {file.architecture!r} is not read; take the model's safetensors")
     try:
-        return GgufConfig(*_read(file, _ARCHITECTURES[file.architecture]))
+        return GgufConfig(*_read(file, ARCHITECTURES[file.architecture]))
     except (ArithmeticError, ValueError, TypeError, LookupError) as error:
         raise LoadError(f"the metadata of {file.path} makes no config: {error!r}") from error
 
 
-def _read(file: GgufFile, architecture: _Architecture) -> tuple[str, Values]:
+def _read(file: GgufFile, architecture: Architecture) -> tuple[str, Values]:
     heads, hidden = file.count("attention.head_count"), file.count("embedding_length")
     head_dim = file.count("attention.key_length", hidden // heads)
     _check_metadata(file, architecture, head_dim)
@@ -147,21 +147,23 @@ def _read(file: GgufFile, architecture: _Architecture) -> tuple[str, Values]:
 def _rope(file: GgufFile) -> Values:
     rope: Values = {"rope_type": "default", "rope_theta": file.hyper("rope.freq_base", 10000.0)}
     factor = file.hyper("rope.scaling.factor", file.hyper("rope.scale_linear", 0))
-    # Without a type, llama.cpp takes a factor for that of linear scaling.
+    # If there is a factor but no type, llama.cpp scales linearly.
     kind = file.field(f"{file.architecture}.rope.scaling.type", "linear" if factor else "none")
-    if kind == "none" or (kind == "longrope" and file.architecture == "phi3"):  # longrope: see `_phi3`
+    if kind == "none" or (kind == "longrope" and ARCHITECTURES[file.architecture].reads_longrope):
         return rope
     if kind not in ("linear", "yarn"):
         raise Unsupported(f"GGUF key {file.architecture}.rope.scaling.type = {kind!r}")
     if not factor:
         raise LoadError(f"{file.path} has no {file.architecture}.rope.scaling.factor")
+    if not 0 < factor < math.inf:
+        raise LoadError(f"{file.path}: {file.architecture}.rope.scaling.factor is {factor}")
     rope |= {"rope_type": kind, "factor": float(factor)}
     if kind == "yarn":
         rope |= {
             "original_max_position_embeddings": file.hyper(
                 "rope.scaling.original_context_length", file.hyper("context_length")
             ),
-            # The format's factor comes on top of what the method itself multiplies with (Peng et al. 2023, eq. 22).
+            # The factor of the file multiplies that of the method itself (Peng et al. 2023, eq. 22).
             "attention_factor": file.hyper("rope.scaling.attn_factor", 1.0) * (0.1 * math.log(factor) + 1.0),
             "beta_fast": float(file.hyper("rope.scaling.yarn_beta_fast", 32.0)),
             "beta_slow": float(file.hyper("rope.scaling.yarn_beta_slow", 1.0)),
@@ -169,7 +171,7 @@ def _rope(file: GgufFile) -> Values:
     return rope
 
 
-def _check_metadata(file: GgufFile, architecture: _Architecture, head_dim: int) -> None:
+def _check_metadata(file: GgufFile, architecture: Architecture, head_dim: int) -> None:
     yarn = file.field(f"{file.architecture}.rope.scaling.type") == "yarn"
     known = _UNDERSTOOD | architecture.keys | (_YARN if yarn else frozenset())
     for key in file.metadata_keys():
@@ -189,13 +191,25 @@ def _check_metadata(file: GgufFile, architecture: _Architecture, head_dim: int) 
 
 
 @dataclass(frozen=True)
-class _Architecture:
+class Architecture:
+    """What files of one architecture may say, and how they differ from others."""
+
     read: Callable[[GgufFile, Values], tuple[str, Values]]
-    """The config's model type and its values, from those that all architectures have in common: all that the decoder
-    reads, defaults of the config's class too."""
+    """Returns the model type and all values of the config, from the values that all architectures have in common."""
     keys: frozenset[str] = frozenset()
-    """Beyond `_UNDERSTOOD`."""
+    """Keys beside `_UNDERSTOOD`."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """Names of tensors of a block that `engine.models.gguf` does not have: llama.cpp's → Hugging Face's."""
     partial_rotary: bool = False
+    """Whether `read` reads `rope.dimension_count`: only the first numbers of each head are rotated."""
+    reads_longrope: bool = False
+    """Whether `read` reads the scaling `longrope`, whose factors are tensors."""
+    permuted: bool = False
+    """Whether llama.cpp stores the rows of q and k with the two halves of a head interleaved."""
+    norms_less: float = 0.0
+    """Number to subtract from the norms of the file to get those of a checkpoint."""
+    control_takes_space: bool = False
+    """Whether control tokens take the white space after them, which the format cannot say (SentencePiece only)."""
 
 
 def _as(model_type: str, **more: Any) -> Callable[[GgufFile, Values], tuple[str, Values]]:
@@ -293,10 +307,13 @@ def _gemma3(file: GgufFile, values: Values) -> tuple[str, Values]:
 
 
 def _gemma(file: GgufFile, values: Values, pattern: int, largest: int) -> Values:
-    """
+    """Return the values that Gemma 2 and 3 have in common.
+
     Args:
-        pattern: each layer of this number sees everything, where the file does not say.
-        largest: layers of the 27B model, which alone scales by hidden / heads; the format has no key for it.
+        file: the file.
+        values: those of all architectures.
+        pattern: every `pattern`-th layer has no window, if the file does not say.
+        largest: number of layers of the 27B model, which alone scales by hidden / heads; the format has no key for it.
     """
     layers: int = values["num_hidden_layers"]
     heads: int = values["num_attention_heads"]
@@ -311,19 +328,30 @@ def _gemma(file: GgufFile, values: Values, pattern: int, largest: int) -> Values
 
 _WINDOW = frozenset({"attention.sliding_window"})
 _PATTERN = _WINDOW | {"attention.sliding_window_pattern", "final_logit_softcapping"}
-_ARCHITECTURES: dict[str, _Architecture] = {
-    "llama": _Architecture(_llama, _WINDOW),
-    "qwen2": _Architecture(_qwen2),
-    "qwen3": _Architecture(_as("qwen3")),
-    "qwen3moe": _Architecture(
-        _qwen3_moe, frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
+_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_BOTH_NORMS = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(_llama, _WINDOW, permuted=True),
+    "qwen2": Architecture(_qwen2),
+    "qwen3": Architecture(_as("qwen3")),
+    "qwen3moe": Architecture(
+        _qwen3_moe,
+        frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"}),
+        {"ffn_gate_inp": "mlp.gate"},
     ),
-    "smollm3": _Architecture(_smollm3),
-    "phi3": _Architecture(_phi3, _WINDOW | {"rope.scaling.attn_factor"}, partial_rotary=True),
-    "granite": _Architecture(
-        _granite, frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})
+    "smollm3": Architecture(_smollm3, permuted=True),
+    "phi3": Architecture(
+        _phi3,
+        _WINDOW | {"rope.scaling.attn_factor"},
+        {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        partial_rotary=True,
+        reads_longrope=True,
+        control_takes_space=True,
     ),
-    "olmo2": _Architecture(_as("olmo2")),
-    "gemma2": _Architecture(_gemma2, _PATTERN | {"attn_logit_softcapping"}),
-    "gemma3": _Architecture(_gemma3, _PATTERN | {"rope.freq_base_swa"}),
+    "granite": Architecture(
+        _granite, frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}), permuted=True
+    ),
+    "olmo2": Architecture(_as("olmo2"), tensors=_POST_NORMS),
+    "gemma2": Architecture(_gemma2, _PATTERN | {"attn_logit_softcapping"}, _BOTH_NORMS, norms_less=1.0),
+    "gemma3": Architecture(_gemma3, _PATTERN | {"rope.freq_base_swa"}, _BOTH_NORMS, norms_less=1.0),
 }

@@ -1,4 +1,4 @@
-"""The container format GGUF: metadata and tensors of a file, or of the parts that a large one is split into.
+"""Reads the container format GGUF: metadata and tensors of a file, or of all parts of a split file.
 
 The format is described in ggml's `docs/gguf.md`. Tensor types and the sizes of their blocks come from the library
 `gguf`; its reader is not used, since it makes several numpy arrays for each string of a vocabulary.
@@ -23,10 +23,12 @@ from engine.models.weights import LoadError, check_not_pointer
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Type number of a metadata value: its `struct` code."""
+"""Type number of a metadata value → its `struct` code."""
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
-_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+_MAX_COUNT = 1 << 22
+"""Tensors, keys or elements of an array beyond which a number is taken for damage; vocabularies have some 100,000."""
+_PART = re.compile(r"-(\d{5})(-of-(\d{5})\.gguf)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class GgufTensor:
 
     name: str
     shape: tuple[int, ...]
-    """In numpy's order: the fastest dimension last."""
+    """Shape in the order of numpy: the fastest dimension is last."""
     type: GGMLQuantizationType
     data: NDArray[np.uint8]
     """The stored bytes, `[..., bytes of a row]`; a view of the mapped file."""
@@ -43,15 +45,15 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufContents:
-    """What the parts of a model hold together."""
+    """Metadata and tensors of all parts of a model."""
 
     metadata: dict[str, Any]
-    """Numbers, strings, booleans and lists of them, of the first part."""
+    """Numbers, strings, booleans and lists of them; those of the first part."""
     tensors: list[GgufTensor]
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """All parts of the model that `path` is a part of, in order; only `path` if the file is not split.
+    """Return all parts of the model that `path` is a part of, in order; only `path` if the file is not split.
 
     Raises:
         LoadError: a part is missing.
@@ -59,9 +61,9 @@ def gguf_parts(path: Path) -> list[Path]:
     found = _PART.search(path.name)
     if found is None:
         return [path]
-    total = int(found[2])
-    stem, suffix = path.name[: found.start()], path.name[-len(".gguf") :]
-    parts = [path.with_name(f"{stem}-{number:05d}-of-{found[2]}{suffix}") for number in range(1, total + 1)]
+    total = int(found[3])
+    stem = path.name[: found.start()]
+    parts = [path.with_name(f"{stem}-{number:05d}{found[2]}") for number in range(1, total + 1)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing or path not in parts:
         raise LoadError(
@@ -71,7 +73,7 @@ def gguf_parts(path: Path) -> list[Path]:
 
 
 def part_stem(path: Path) -> str:
-    """The file's name without `.gguf`, and without the number of a part."""
+    """Return the name of the file without `.gguf` and without the number of the part."""
     return _PART.sub("", path.name) if _PART.search(path.name) else path.stem
 
 
@@ -101,7 +103,7 @@ def read_gguf(path: Path) -> GgufContents:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """The metadata of one file.
+    """Read the metadata of one file.
 
     Raises:
         LoadError: as `read_gguf`.
@@ -116,7 +118,7 @@ def _read_part(path: Path) -> GgufContents:
             if head != _MAGIC:
                 check_not_pointer(path)
                 raise LoadError(f"{path} is not a GGUF file: it begins with {head!r}")
-            # Never written to; private, since numpy and torch want memory that could be.
+            # Private and writable, since torch warns of read-only memory; nothing is written to it.
             data = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         return _Parser(data).contents()
     except struct.error as error:
@@ -126,11 +128,11 @@ def _read_part(path: Path) -> GgufContents:
 
 
 class _Broken(ValueError):
-    """The bytes are no GGUF; the message says why."""
+    """The bytes are not in GGUF; the message says why."""
 
 
 class _Parser:
-    """Walks through the header of one file."""
+    """Parses the header of one file."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -145,7 +147,7 @@ class _Parser:
                 if swapped in _VERSIONS
                 else f"version {version} of the format is not known"
             )
-        tensors, keys = self._number("Q"), self._number("Q")
+        tensors, keys = self._count("tensors"), self._count("keys")
         metadata: dict[str, Any] = {}
         for _ in range(keys):
             key = self._string()
@@ -164,6 +166,12 @@ class _Parser:
         self._at += struct.calcsize(f"<{code}")
         return value
 
+    def _count(self, what: str) -> int:
+        count: int = self._number("Q")
+        if count > _MAX_COUNT:
+            raise _Broken(f"it says that it has {count} {what}")
+        return count
+
     def _string(self) -> str:
         return next(self._strings(1))
 
@@ -181,7 +189,7 @@ class _Parser:
         if kind == _STRING:
             return self._string()
         if kind == _ARRAY:
-            return self._array(self._number("I"), self._number("Q"))
+            return self._array(self._number("I"), self._count("elements in an array"))
         if kind not in _SCALARS:
             raise _Broken(f"metadata of type {kind} is not known")
         return self._number(_SCALARS[kind])
@@ -196,7 +204,7 @@ class _Parser:
         return list(values.unpack_from(self._data, self._at - values.size))
 
     def _fits(self, count: int, size: int) -> int:
-        """`count`, if as many elements of `size` bytes can follow."""
+        """Return `count` if the file is long enough for as many elements of `size` bytes; raise otherwise."""
         if count * size > len(self._data) - self._at:
             raise _Broken("it is cut off within an array")
         return count

@@ -25,17 +25,17 @@ log = logging.getLogger(__name__)
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 _SPACE = "▁"
-"""What SentencePiece writes a space as."""
+"""The character that stands for a space in SentencePiece."""
 
 _ENDS = frozenset(
     {"</s>", "<eos>", "<end_of_turn>", "<turn|>", "<|im_end|>", "<|end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>"}
     | {"<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<end_of_utterance>"}
     | {"<EOT>", "_<EOT>", "[EOT]", "[EOS]"}
 )
-"""Tokens that end a text or a turn, known by their text: many files name only one of them by a key."""
+"""Tokens that end a text or a turn, by their text, since many files have a key for only one of them."""
 
 _NAMED = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")
-"""`tokenizer.ggml.<name>_token_id`; the format spells the separator so."""
+"""Names in the keys `tokenizer.ggml.<name>_token_id`, as the format spells them."""
 
 
 # ── how text is cut into words ────────────────────────────────────────────────────────────────────────────────────────
@@ -50,24 +50,24 @@ _SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _cased(contraction: str, digits: str) -> str:
-    """Words with their capitals: GPT-4o's and Mistral's Tekken."""
+    """Return the pattern of words by capital and small letters, for GPT-4o and Mistral's Tekken."""
     word = r"[^\r\n\p{L}\p{N}]?"
     return rf"{word}{_UPPER}*{_LOWER}+{contraction}|{word}{_UPPER}+{_LOWER}*{contraction}|\p{{N}}{digits}|{_SLASHES}"
 
 
 @dataclass(frozen=True)
 class _Words:
-    """How a byte-level tokenizer treats text."""
+    """How a byte-level tokenizer cuts text into words."""
 
     patterns: tuple[str, ...] = (_GPT2,)
-    """Each splits further what the one before left."""
+    """Patterns that split the text, each within the pieces of the one before."""
     digits: bool = False
     """Whether each digit is a word."""
     nfc: bool = False
     ignore_merges: bool = False
-    """Whether a word that is a token is that token, however its merges would go."""
+    """Whether a word that is a token becomes this token, without merges."""
     add_bos: bool = False
-    """Where the file does not say."""
+    """Whether a text begins with BOS if the file does not say."""
 
     def normalizer(self) -> Any:
         return normalizers.NFC() if self.nfc else None
@@ -85,7 +85,7 @@ _QWEN2_WORDS = _Words((_QWEN2,), nfc=True)
 _DIGIT_WORDS = _Words(digits=True)
 _GPT4O_WORDS = _Words((_cased(_CONTRACTION + "?", "{1,3}"),))
 _DEFAULT_WORDS = _Words((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
-"""llama.cpp's guess for old files that name no kind."""
+"""What llama.cpp assumes for old files without `tokenizer.ggml.pre`."""
 
 _WORDS: dict[str, _Words] = {
     "default": _DEFAULT_WORDS,
@@ -105,10 +105,10 @@ _WORDS: dict[str, _Words] = {
 
 
 class GgufTokenizer:
-    """What `engine.models.chat.Tokenizer` needs of a transformers tokenizer, without transformers.
+    """A tokenizer with the methods of transformers' that `engine.models.chat.Tokenizer` calls.
 
     Raises:
-        LoadError: the file has no tokenizer, or one of a kind that is not known; the message names it.
+        LoadError: the file has no tokenizer, or its kind is not known; the message names the kind.
     """
 
     def __init__(self, file: GgufFile) -> None:
@@ -126,7 +126,7 @@ class GgufTokenizer:
         return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
 
     def get_chat_template(self, tools: Any = None) -> str:
-        """The template; a file has one, with tools or without."""
+        """Return the template; a file has the same template with tools and without."""
         return self.chat_template or ""
 
     def apply_chat_template(
@@ -137,10 +137,11 @@ class GgufTokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """As transformers' method of this name, for text only.
+        """Render a conversation to text, as the method of transformers does with `tokenize=False`.
 
         Raises:
-            jinja2.TemplateError: the template refuses the messages, or is none.
+            jinja2.TemplateError: the template is invalid or refuses the messages.
+            ValueError: the file has no template.
         """
         if self._template is None:
             raise ValueError("the file has no chat template")
@@ -151,10 +152,10 @@ class GgufTokenizer:
 
 
 class Vocabulary:
-    """The tokens of a file, and what they are.
+    """The tokens of a file and their types.
 
     Raises:
-        LoadError: the file has none, or of a kind that is not known.
+        LoadError: the file has no tokens, or its kind of tokenizer is not known.
     """
 
     def __init__(self, file: GgufFile) -> None:
@@ -178,32 +179,32 @@ class Vocabulary:
         self._named_ids = {i for name in _NAMED if (i := self.named(name)) is not None}
 
     def _text(self, i: int, token: str) -> str:
-        """Tokens that a user defined are matched in the text as it is, before spaces are replaced."""
+        """Return the text of a token. A user-defined token has spaces: it is matched before spaces are replaced."""
         return token.replace(_SPACE, " ") if self.is_sentencepiece and self._type(i) == _USER_DEFINED else token
 
     def _type(self, i: int) -> int:
         return _NORMAL if self._types is None else self._types[i]
 
     def named(self, name: str, default: int | None = None) -> int | None:
-        """The id that a key names, unless it is none of the file's tokens."""
+        """Return the id that a key names; `default` or None if the file has no such token."""
         found = self._file.field(f"tokenizer.ggml.{name}_token_id", default)
         return int(found) if found is not None and 0 <= int(found) < len(self.tokens) else None
 
     def is_special(self, i: int) -> bool:
-        """Whether a token is control, not text."""
+        """Return whether a token is a control token, not text."""
         if self._types is None:
             return i in self._named_ids or self.tokens[i] in _ENDS
         kind = self._types[i]
         return kind in (_CONTROL, _UNKNOWN) or (kind == _USER_DEFINED and self.tokens[i] in _ENDS)
 
     def end_ids(self) -> set[int]:
-        """The ids that end a text, a turn or a message: by their keys, and special ones by their text."""
+        """Return the ids that end a text, a turn or a message, found by keys and by the text of special tokens."""
         named = {self.named(kind) for kind in ("eos", "eot", "eom")}
         by_text = {i for i, token in enumerate(self.tokens) if token in _ENDS and self.is_special(i)}
         return by_text | {i for i in named if i is not None}
 
     def build(self, bos: int | None, eos: int | None) -> Tokenizer:
-        """The tokenizer, which puts `bos` and `eos` around a text where the file, or its kind, says so."""
+        """Return the tokenizer; it adds `bos` and `eos` to a text if the file, or else its kind, says so."""
         tokenizer = self._sentencepiece() if self.is_sentencepiece else self._byte_level()
         tokenizer.add_special_tokens([self._added(i) for i in range(len(self.tokens)) if self.is_special(i)])
         users = (i for i in range(len(self.tokens)) if self._type(i) == _USER_DEFINED and not self.is_special(i))
@@ -213,13 +214,13 @@ class Vocabulary:
 
     def _added(self, i: int) -> AddedToken:
         text = self.tokens[i]
-        # Phi-3's control tokens take the white space behind them; the format cannot say so.
-        phi3 = self.is_sentencepiece and self._file.architecture == "phi3"
-        rstrip = phi3 and self.is_special(i) and text not in ("<unk>", "<s>", "<|endoftext|>")
+        family = self._file.family
+        takes_space = self.is_sentencepiece and family is not None and family.control_takes_space
+        rstrip = takes_space and self.is_special(i) and text not in ("<unk>", "<s>", "<|endoftext|>")
         return AddedToken(text, normalized=False, special=self.is_special(i), rstrip=rstrip)
 
     def _ids(self) -> dict[str, int]:
-        """Of equal tokens the first counts."""
+        """Return token → id; of equal tokens the first one counts."""
         ids: dict[str, int] = {}
         for i, token in enumerate(self.tokens):
             ids.setdefault(token, i)
@@ -246,7 +247,7 @@ class Vocabulary:
         pairs = [_pair(str(merge)) for merge in merges]
         try:
             model = models.BPE(self._ids(), pairs, ignore_merges=words.ignore_merges)
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises only `Exception`
             raise LoadError(f"{self._file.path}: tokenizer.ggml.merges don't fit the tokens: {error}") from error
         tokenizer = Tokenizer(model)
         if words.nfc:
@@ -278,11 +279,11 @@ class Vocabulary:
         return tokenizer
 
     def _has_inst(self) -> bool:
-        """Whether this is one of Mistral's since 0.3: a space comes before the text, not behind each marker."""
+        """Return whether this is a tokenizer of Mistral 0.3 or later: a space precedes the text, not each marker."""
         return any(token == "[INST]" and self.is_special(i) for i, token in enumerate(self.tokens))
 
     def _merges(self, ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-        """All ways to make a token of two others, best token first: SentencePiece joins what gives the best score."""
+        """Return all pairs of tokens that join to a token, by descending score, in which SentencePiece joins them."""
         scores = self._file.field("tokenizer.ggml.scores")
         if scores is None or len(scores) < len(self.tokens):
             raise LoadError(f"{self._file.path} has no tokenizer.ggml.scores for all of its tokens")
@@ -297,7 +298,7 @@ class Vocabulary:
         found.sort()
         return ((left, right) for *_, left, right in found)
 
-    # ── what is added around a prompt ─────────────────────────────────────────────────────────────────────────────
+    # ── tokens around a prompt ────────────────────────────────────────────────────────────────────────────────────
 
     def _post_processor(self, bos: int | None, eos: int | None) -> Any:
         add_bos = self.is_sentencepiece or self._words.add_bos
@@ -313,6 +314,6 @@ class Vocabulary:
 
 
 def _pair(merge: str) -> tuple[str, str]:
-    """`a b` as (a, b); a token may begin with a space."""
+    """Split a merge `a b` into (a, b); either token may begin with a space."""
     cut = merge.find(" ", 1)
     return merge[:cut], merge[cut + 1 :]

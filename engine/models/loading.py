@@ -1,7 +1,8 @@
-"""From a name to a model that runs: files, decoder, weights, tokenizer and generation defaults."""
+"""Loads a model by its name: files, decoder, weights, tokenizer and generation defaults."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +15,9 @@ from torch import Tensor
 from engine.batch import Model
 from engine.config import ModelOptions
 from engine.models.chat import Tokenizer
-from engine.models.config import DecoderConfig, Unsupported, decoder_config, fused_config
+from engine.models.config import DecoderConfig, Unsupported
 from engine.models.decoder import Decoder
+from engine.models.families import decoder_config, fused_config
 from engine.models.files import Source, find_model
 from engine.models.generation import GenerationDefaults, read_generation
 from engine.models.gguf import ROPE_FACTORS
@@ -24,7 +26,7 @@ from engine.models.parameters import build_parameters
 from engine.models.rope import inverse_frequencies, position_limit, rotary_table
 from engine.models.weights import LoadError, ParameterStore, SafetensorsCheckpoint, check_not_pointer
 from engine.sampling.structured import GrammarCompiler
-from kernels.attention import AttentionBackend, CacheSpec
+from kernels.attention.base import AttentionBackend, CacheSpec
 from kernels.attention.reference import rows_are_invariant
 from kernels.linear import bucket, row_bucket
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:  # transformers takes a second to import, and a GGUF file in t
 __all__ = ["GenerationDefaults", "LoadError", "LoadedModel", "load_model"]
 
 ASKED_FOR = "--backend transformers"
-"""The reason of a model that the fused decoder could run."""
+"""`LoadedModel.implementation_reason` if the operator chose transformers for a model that the fused decoder runs."""
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -52,33 +54,33 @@ class LoadedModel:
     tokenizer: Tokenizer
     generation: GenerationDefaults
     batch_invariant: bool
-    """Whether a request's bits don't depend on what it is batched with, as far as a probe on this machine tells."""
+    """Whether the bits of a request do not depend on its batch, as a probe on this machine shows."""
     implementation: str
     """`fused` or `transformers`."""
     implementation_reason: str
-    """Why it is not the fused decoder; empty where it is."""
+    """Why the implementation is not `fused`; empty if it is."""
     cache_shape: tuple[int, int, int]
-    """Layers, KV heads, head size."""
+    """Numbers of layers and KV heads, and head size."""
     make: Callable[[AttentionBackend], Model]
     bucket: Callable[[int], int] = bucket
-    """Rounds a number of rows up to one that the model computes well."""
+    """Rounds a number of rows up to one that the model computes fast."""
 
     def cache_spec(self, block_size: int) -> CacheSpec:
-        """The KV cache that this model needs, in blocks of `block_size` tokens."""
+        """Return the spec of the model's KV cache, with blocks of `block_size` tokens."""
         layers, kv_heads, head_dim = self.cache_shape
         return CacheSpec(layers, kv_heads, head_dim, block_size, self.dtype, self.device)
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        """What compiles grammars for this model, made when it is first asked for.
+        """The compiler of grammars for this model, created at first use.
 
         Raises:
-            ValueError: the tokenizer or the model is unfit for grammars.
+            ValueError: the tokenizer cannot be used with grammars, or the model has no end-of-text id.
         """
         return self.tokenizer.grammars(self.generation.eos_token_ids)
 
     def bind(self, backend: AttentionBackend) -> Model:
-        """The model over this backend's KV cache."""
+        """Return the model, bound to an attention backend."""
         return self.make(backend)
 
 
@@ -86,7 +88,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
     """Load a model.
 
     Raises:
-        LoadError: there is no such model, or it can't run here; the message says why.
+        LoadError: the model does not exist or cannot run here; the message says why.
     """
     if options.backend not in ("auto", "fused", "transformers"):
         raise LoadError(f"backend must be auto, fused or transformers, not {options.backend!r}")
@@ -106,7 +108,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
             config = _read_config(source.directory)
             decoder = fused_config(config)
     except Unsupported as reason:
-        if source.gguf is not None:  # a config that is only half understood serves no other decoder either
+        if source.gguf is not None:  # transformers could not run a half understood config either
             raise LoadError(f"{source.gguf.path} can't be run: {reason}") from reason
         if options.backend == "fused" or options.quantize != "none":
             raise LoadError(f"the fused decoder can't run {source.name}: {reason}") from reason
@@ -157,13 +159,18 @@ def _rotary_tables(
     max_model_len: int,
     device: torch.device,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Cosine and sine for each of the decoder's ropes."""
+    """Return (cosine, sine) for each of the decoder's `ropes`, on the device."""
     divisors = None
     if len(decoder.ropes) == 1 and store.has(ROPE_FACTORS):
         divisors = store.take(ROPE_FACTORS, (decoder.rotary_dim // 2,), torch.float32).cpu()
     tables = []
     for kind in decoder.ropes:
-        frequencies, factor = inverse_frequencies(config, max_model_len, kind)
+        try:
+            frequencies, factor = inverse_frequencies(config, max_model_len, kind)
+        except (ArithmeticError, TypeError, ValueError, LookupError) as error:
+            raise LoadError(f"rope settings {config.rope_parameters} can't be used: {error!r}") from error
+        if not (frequencies.isfinite() & (frequencies > 0)).all() or not math.isfinite(factor):
+            raise LoadError(f"rope settings {config.rope_parameters} give no frequencies")
         if divisors is not None:
             frequencies = frequencies / divisors
         cos, sin = rotary_table(frequencies, factor, max_model_len, decoder.head_dim // 2)
@@ -184,7 +191,10 @@ def _load_transformers(
 
     transformers_backend.register()
     theirs = config.pretrained() if isinstance(config, GgufConfig) else config
-    model = stock_model(source, theirs, dtype).to(device).eval()
+    try:
+        model = stock_model(source, theirs, dtype).to(device).eval()
+    except LoadError as error:
+        raise LoadError(f"{error}{_neither(reason)}") from error
     theirs = model.config
     max_model_len = _max_model_len(theirs.get_text_config(), options.max_model_len)
     try:
@@ -192,7 +202,9 @@ def _load_transformers(
         transformers_backend.check(model, CacheSpec(*shape, block_size=16, dtype=dtype, device=device))
         transformers_backend.freeze_rope(model, max_model_len)
     except (Unsupported, TypeError, AttributeError, RuntimeError) as error:
-        raise LoadError(f"{source.name} ({theirs.model_type}) can't run on paged attention: {error}") from error
+        raise LoadError(
+            f"{source.name} ({theirs.model_type}) can't run on paged attention: {error}{_neither(reason)}"
+        ) from error
     vocab_size = theirs.get_text_config().vocab_size
     tokenizer = _tokenizer(source, vocab_size)
     return LoadedModel(
@@ -212,6 +224,11 @@ def _load_transformers(
     )
 
 
+def _neither(reason: str) -> str:
+    """Add to a message why the fused decoder was not taken, unless it was not wanted."""
+    return "" if reason == ASKED_FOR else f" (the fused decoder can't run it either: {reason})"
+
+
 def _read_config(directory: Path) -> PretrainedConfig:
     from transformers import AutoConfig
 
@@ -225,9 +242,9 @@ def _read_config(directory: Path) -> PretrainedConfig:
 
 
 def _nest_rope(config: PretrainedConfig) -> None:
-    """Rope parameters by kind of layer where a config has them flat: they are those of the layers that see everything.
+    """Move flat rope parameters beside those of layer types to the type `full_attention`, where they belong.
 
-    transformers' own reading leaves the flat ones where no layer looks for them.
+    transformers leaves them flat, where no layer reads them.
     """
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kinds = {key: value for key, value in rope.items() if isinstance(value, dict)}
@@ -249,6 +266,10 @@ def _tokenizer(source: Source, vocab_size: int) -> Tokenizer:
     try:
         hf = AutoTokenizer.from_pretrained(str(source.directory), trust_remote_code=False)
     except Exception as error:
+        if not (source.directory / "tokenizer.json").exists():
+            raise LoadError(
+                f"{source.directory} has no tokenizer.json, and no other tokenizer that can be used"
+            ) from error
         raise LoadError(f"the tokenizer of {source.name} can't be loaded: {error}") from error
     if not hasattr(hf, "backend_tokenizer"):
         raise LoadError(f"{source.name} has no fast tokenizer (tokenizer.json)")
@@ -256,7 +277,7 @@ def _tokenizer(source: Source, vocab_size: int) -> Tokenizer:
 
 
 def _generation(source: Source, config: PretrainedConfig | GgufConfig, tokenizer: Tokenizer) -> GenerationDefaults:
-    """All ends of text, and what `generation_config.json` suggests."""
+    """Return all end-of-text ids and the defaults of `generation_config.json`."""
     ends = (config.eos_token_id, config.get_text_config().eos_token_id, tokenizer.eos_token_id)
     return read_generation(None if source.gguf else source.directory, ends)
 
@@ -266,6 +287,8 @@ def _max_model_len(config: PretrainedConfig | GgufConfig, asked: int | None) -> 
         if asked is None:
             raise LoadError("the model's config has no length limit; set max_model_len")
         return asked
+    if config.max_position_embeddings < 1:
+        raise LoadError(f"max_position_embeddings in the model's config is {config.max_position_embeddings}")
     if asked is None:
         return int(config.max_position_embeddings)
     limit = position_limit(config)
@@ -280,7 +303,7 @@ def _device(name: str) -> torch.device:
     if name not in ("cpu", "cuda"):
         raise LoadError(f"device must be auto, cpu or cuda, not {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
-        raise LoadError("device cuda was asked for, but torch sees none")
+        raise LoadError("device cuda is not available: torch finds no GPU")
     return torch.device(name)
 
 
@@ -295,7 +318,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _cpu_has_bf16() -> bool:
-    """Whether the CPU multiplies bf16 itself (AVX512-BF16 or AMX); emulation is slower than fp32."""
+    """Return whether the CPU has bf16 products (AVX512-BF16 or AMX); emulating them is slower than fp32."""
     if not hasattr(torch.cpu, "get_capabilities"):
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     capabilities = torch.cpu.get_capabilities()

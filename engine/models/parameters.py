@@ -1,4 +1,4 @@
-"""Parameters of the fused decoder: taken from a checkpoint, merged and packed as its forward wants them."""
+"""Builds the parameters of the fused decoder from a checkpoint, merged and packed for its forward pass."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kernels.ops import gelu_mul
 
 
 class Tensors(Protocol):
-    """Where parameters come from, under their Hugging Face names."""
+    """Source of tensors, by their Hugging Face names."""
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor in the model's dtype and device; an error if it is missing or of another shape."""
+        """Return a tensor in the model's dtype and device; raise `LoadError` if it is missing or of another shape."""
         ...
 
     def has(self, name: str) -> bool: ...
@@ -27,7 +27,7 @@ class Tensors(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Parameters of one layer: two branches, each with a norm before, after or both."""
+    """Parameters of one layer: attention and feed-forward, each with a norm before it, after it, or both."""
 
     attention_norm: Tensor | None
     qkv: Linear
@@ -42,6 +42,8 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
+    """Parameters of the whole model."""
+
     embedding: Tensor
     """`[vocab, hidden]`."""
     layers: tuple[Layer, ...]
@@ -49,14 +51,20 @@ class Parameters:
     head: Linear
 
     def linears(self) -> Iterator[Linear]:
-        """One of each kind and shape."""
+        """Yield one linear of each kind and shape."""
         yield from (self.head, self.layers[0].qkv, self.layers[0].out)
         for mlp in {type(layer.mlp): layer.mlp for layer in self.layers}.values():
             yield from mlp.linears()
 
 
 def build_parameters(config: DecoderConfig, tensors: Tensors, *, int8: bool = False) -> Parameters:
-    """Take every parameter of the model from `tensors`, merging what the forward merges; linears in int8 if asked."""
+    """Take all parameters of a model from `tensors`, merging those that the forward pass uses together.
+
+    Args:
+        config: the model.
+        tensors: its checkpoint.
+        int8: quantise the linears to 8 bits.
+    """
     embedding, head = _embeddings(config, tensors)
     build = _Builder(config, tensors, int8)
     return Parameters(
@@ -68,7 +76,10 @@ def build_parameters(config: DecoderConfig, tensors: Tensors, *, int8: bool = Fa
 
 
 def _embeddings(config: DecoderConfig, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """Input and output embeddings. Tied ones may both be there; if they differ each is used, as transformers does."""
+    """Return input and output embeddings, `[vocab, hidden]`.
+
+    A checkpoint may hold both though they are tied; if they differ, each is used, as in transformers.
+    """
     shape = (config.vocab_size, config.hidden_size)
     names = ("model.embed_tokens.weight", "lm_head.weight")
     if not config.tied:
@@ -111,7 +122,7 @@ class _Builder:
         )
 
     def norm(self, name: str, size: int) -> Tensor:
-        """The weight of a norm, as what it multiplies with; in fp32 where that happens before the rounding."""
+        """Return the factors of a norm, `[size]`; in fp32 if it multiplies before it rounds."""
         weight = self.tensors.take(f"{name}.weight", (size,))
         return weight.float() + self.config.norm_offset if self.config.wide_norms else weight
 
@@ -126,7 +137,7 @@ class _Builder:
     def _weights(
         self, prefix: str, parts: Sequence[tuple[str, int]], inputs: int, bias: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of projections (names and output sizes) that read the same input, one below the other."""
+        """Return the concatenated weights, and biases, of projections (names and output sizes) with the same input."""
         take = self.tensors.take
         weight = _joined([take(f"{prefix}.{name}.weight", (size, inputs)) for name, size in parts])
         return weight, _joined([take(f"{prefix}.{name}.bias", (size,)) for name, size in parts]) if bias else None
@@ -162,7 +173,7 @@ class _Builder:
         )
 
     def _experts(self, prefix: str, mixture: ExpertsConfig) -> Experts:
-        # The router is small, and what it picks is all or nothing: it keeps its type.
+        # The router is not quantised: it is small, and a small error may select another expert.
         router = Linear(self.tensors.take(f"{prefix}.gate.weight", (mixture.count, self.config.hidden_size)))
         experts = tuple(
             self._feed_forward((gate_up, None), (down, None))
@@ -171,7 +182,7 @@ class _Builder:
         return Experts(router, experts, mixture.per_row, mixture.normalise)
 
     def _expert_weights(self, prefix: str, mixture: ExpertsConfig) -> Iterator[tuple[Tensor, Tensor]]:
-        """Gate and up, and down, of each expert: a checkpoint holds them one by one, or all of them stacked."""
+        """Yield (gate and up, down) of each expert; a checkpoint has a tensor for each expert, or one for all."""
         count, hidden, inner = mixture.count, self.config.hidden_size, mixture.intermediate_size
         take = self.tensors.take
         if self.tensors.has(f"{prefix}.gate_up_proj"):
@@ -188,13 +199,14 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _rotary_order(config: DecoderConfig) -> Tensor:
-    """Rows of q, k and v so that the pairs of a partial rotation lie as those of a whole one do: (i, i + head_dim / 2).
+    """Return an order of the rows of q, k and v in which the pairs of a partial rotation are (i, i + head_dim / 2), as
+    in a full rotation.
 
-    The rotated pairs come first in both halves, the others stand still. Queries and keys change alike, so that their
-    products stay the same.
+    The rotated pairs come first in both halves of a head. Queries and keys have the same order, so their products stay
+    the same.
     """
     size, half = config.head_dim, config.rotary_dim // 2
-    middle = (size + config.rotary_dim) // 2  # of what is not rotated
+    middle = (size + config.rotary_dim) // 2  # of the elements that are not rotated
     inner = torch.tensor([*range(half), *range(2 * half, middle), *range(half, 2 * half), *range(middle, size)])
     heads = torch.arange(config.num_heads + config.num_kv_heads)[:, None] * size
     v = torch.arange(heads.numel() * size, (heads.numel() + config.num_kv_heads) * size)

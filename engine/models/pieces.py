@@ -1,4 +1,4 @@
-"""The bytes that each id of a tokenizer stands for: one table for text, log-probabilities and grammars.
+"""The bytes of each id of a tokenizer: one table for text, log-probabilities and grammars.
 
 A tokenizer's own decoder takes a space off the beginning of what it is given (SentencePiece models), because it expects
 a whole text. Output continues a prompt, so each id is spelled here as it stands behind other text: `▁the` is ` the`.
@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""A token of byte fallback (SentencePiece): it is this byte, not these characters."""
+"""A token of byte fallback (SentencePiece), which is one byte, not its characters."""
 
 
 class Pieces:
-    """Knows the bytes of every id, found when they are first asked for. Any thread may use it.
+    """The bytes of each id, computed at first use. Any thread may use it.
 
     Args:
         backend: a `tokenizers.Tokenizer`.
@@ -35,7 +35,7 @@ class Pieces:
         self._known: dict[int, bytes] = {}
 
     def bytes_of(self, token: int, skip_special: bool = False) -> bytes:
-        """The bytes of one id, which need not be whole characters; nothing for an unknown id."""
+        """Return the bytes of an id, which may be a part of a character; none for an unknown id."""
         if not 0 <= token < self._size or (skip_special and token in self._special):
             return b""
         found = self._known.get(token)
@@ -45,7 +45,7 @@ class Pieces:
 
     def _spell(self, token: int) -> bytes:
         text: str | None = self._backend.id_to_token(token)
-        if text is None:  # a hole in the ids
+        if text is None:  # no token has this id
             return b""
         if token in self._special or (self._byte_level and token in self._added):
             return str(self._added[token]).encode()
@@ -54,24 +54,24 @@ class Pieces:
             return text.encode() if None in known else bytes(byte for byte in known if byte is not None)
         if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(text)):
             return bytes([int(match[1], 16)])
-        return self._behind_anchor(token).encode()
+        return self._after_anchor(token).encode()
 
-    def _behind_anchor(self, token: int) -> str:
-        """The text that `token` adds behind other text, as the tokenizer's own decoder has it."""
+    def _after_anchor(self, token: int) -> str:
+        """Return the text that `token` adds after other text, by the decoder of the tokenizer."""
         before = [] if self._anchor is None else [self._anchor]
         start = self._backend.decode(before, skip_special_tokens=False)
         text: str = self._backend.decode([*before, token], skip_special_tokens=False)
         return text.removeprefix(start)
 
     def _plain_ids(self) -> Iterator[int]:
-        """Ids whose text is letters and stays the same whatever follows."""
+        """Yield ids whose text is letters and does not depend on later ids."""
         for token in range(self._size):
             if token not in self._added and self._backend.decode([token]).isalpha():
                 yield token
 
 
 def _decoder_steps(decoder: Any) -> Iterator[str]:
-    """The kinds of a decoder's steps, those of nested sequences too."""
+    """Yield the types of the steps of a decoder, nested ones included."""
     todo = [json.loads(decoder.__getstate__())] if decoder is not None else []
     while todo:
         step = todo.pop()
@@ -80,9 +80,9 @@ def _decoder_steps(decoder: Any) -> Iterator[str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level vocabularies write bytes as (GPT-2's `bytes_to_unicode`).
+    """Return the characters of byte-level vocabularies → the byte of each (`bytes_to_unicode` of GPT-2).
 
-    Printable ones of Latin-1 stand for themselves, the others are numbered from U+0100 on.
+    Printable characters of Latin-1 stand for their own byte; the other bytes have characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,4 +1,4 @@
-"""Which roles a chat template knows: found by trying it, since a template is a program."""
+"""Finds out which roles a chat template knows, by rendering test conversations."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], Sequence[Any] | None], str]
 
 STANDARD = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-"""OpenAI's. A template that writes any role into its text, as ChatML's does, knows these and those that it names."""
+"""Roles of OpenAI's API. A template that accepts any role, as ChatML does, knows these and those that it names."""
 
 _TAG = re.compile(r"\{[%{].*?[%}]\}", re.DOTALL)
 _KEY = re.compile(r"""(?<=[\w\])])\[\s*(['"])\w+\1\s*\]""")
-"""`message['role']`: a key, not a value."""
+"""A key such as in `message['role']`, which is not a role."""
 _NAME = re.compile(r"""(['"])([A-Za-z0-9_.-]{1,64})\1""")
 
 _MARK = "q7f3kzw1"
 _CALL_ID = "abcdefghi"
-"""Mistral's templates want nine letters or digits."""
+"""Templates of Mistral require nine letters or digits."""
 _TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}
 
 
 class Roles:
-    """Knows the roles of one template. Any thread may use it.
+    """The roles of one template. Any thread may use it.
 
     Args:
-        source: the template's text.
-        render: what renders messages and tools with it; any exception means that it refuses them.
+        source: text of the template.
+        render: renders messages and tools with the template; any exception means that the template refuses them.
     """
 
     def __init__(self, source: str, render: Render) -> None:
@@ -37,7 +37,7 @@ class Roles:
         self._verdicts: dict[str, bool | None] = {}
 
     def problem(self, messages: Sequence[Message]) -> str | None:
-        """What is wrong with the role of a message, beginning with its place; None: nothing."""
+        """Return what is wrong with the role of a message, beginning with the key; None: nothing is."""
         for i, message in enumerate(messages):
             role = message.get("role")
             if not isinstance(role, str):
@@ -49,7 +49,7 @@ class Roles:
         return None
 
     def refused(self, messages: Sequence[Message]) -> int | None:
-        """The first message whose role the template refuses in whatever conversation it stands."""
+        """Return the index of the first message whose role the template refuses in each test conversation."""
         roles = (message.get("role") for message in messages)
         return next((i for i, role in enumerate(roles) if role in self._candidates and self._shown(role) is None), None)
 
@@ -57,7 +57,7 @@ class Roles:
         return f"which knows {', '.join(sorted(role for role in self._candidates if self._shown(role)))}"
 
     def _shown(self, role: str) -> bool | None:
-        """Whether the text of such a message is in the conversation; None: each one that was tried was refused."""
+        """Return whether the template renders the text of messages of this role; None: it refuses them."""
         if role not in self._verdicts:
             self._verdicts[role] = self._try(role)
         return self._verdicts[role]
@@ -68,7 +68,7 @@ class Roles:
             for tools in (None, [_TOOL]):
                 try:
                     text = self._render(messages, tools)
-                except Exception:  # noqa: BLE001 - a template may fail in any way on a conversation that it was not made for
+                except Exception:  # noqa: BLE001 - a template may raise anything for a conversation that it does not expect
                     continue
                 if _MARK in text:
                     return True
@@ -77,7 +77,7 @@ class Roles:
 
 
 def _conversations(role: str) -> list[list[Message]]:
-    """Conversations with a message of this role at the places where templates expect one."""
+    """Return test conversations with a message of this role at each place where templates expect one."""
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     call = {"id": _CALL_ID, "type": "function", "function": {"name": "f", "arguments": {}}}
     calling = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -86,6 +86,6 @@ def _conversations(role: str) -> list[list[Message]]:
 
 
 def _named_roles(source: str) -> frozenset[str]:
-    """The names in a template's text that stand next to a role, in a comparison or a list."""
+    """Return the strings in those tags of a template that mention roles."""
     tags = (match[0] for match in _TAG.finditer(source) if "role" in match[0])
     return frozenset(match[2] for tag in tags for match in _NAME.finditer(_KEY.sub("", tag))) - {"role"}

@@ -1,8 +1,7 @@
-"""Rotary tables, made once: a table fixes the frequencies for the life of the model.
+"""Computes the tables of rotary embeddings, once when the model is loaded.
 
-The scaled kinds come from transformers' own functions. The two whose frequencies depend on the length (dynamic,
-longrope) are evaluated at `max_model_len`: a row's rotation must not depend on what else is in the batch, nor change
-under keys that are cached already.
+Functions of transformers compute the scaled frequencies. Where these depend on the length (dynamic, longrope), the
+length is `max_model_len`: the rotation of a row must not depend on other rows, nor change while keys are cached.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ ROPE_KEYS: dict[str, set[str]] = {
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
     "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
 }
-"""The kinds of rope scaling and the keys that each reads."""
+"""Kind of rope scaling → keys that it reads."""
 
 
 def rotary_dim(config: PretrainedConfig | GgufConfig) -> int:
-    """How many numbers of a head are rotated: all, unless the config says `partial_rotary_factor`."""
+    """Return how many elements of a head are rotated: all, or the share `partial_rotary_factor`."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(head_dim * (config.rope_parameters.get("partial_rotary_factor") or 1.0))
 
@@ -39,18 +38,20 @@ def rotary_dim(config: PretrainedConfig | GgufConfig) -> int:
 def inverse_frequencies(
     config: PretrainedConfig | GgufConfig, max_model_len: int, layer_type: str | None = None
 ) -> tuple[Tensor, float]:
-    """Rotary frequencies, and the factor that cosine and sine are multiplied with.
+    """Compute the rotary frequencies.
 
     Args:
-        layer_type: for configs with one set of frequencies for each kind of layer.
+        config: the model.
+        max_model_len: length at which frequencies that depend on it are computed, in tokens.
+        layer_type: key of a config with frequencies for each type of layer; None: it has one set.
 
     Returns:
-        fp32 `[rotary_dim / 2]`, and the factor.
+        The frequencies, fp32 `[rotary_dim / 2]`, and a factor for cosine and sine.
     """
     rope: dict[str, Any] = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     kind = rope.get("rope_type", "default")
     if kind != "default":
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # late: it takes a second
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # imported here since it takes a second
 
         make: Any = getattr(config, "pretrained", None)
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](
@@ -58,16 +59,18 @@ def inverse_frequencies(
         )
         return frequencies.float(), float(factor)
     dim = rotary_dim(config)
-    # Su et al. 2021, eq. 15; the order of operations is transformers', for equal rounding.
+    # Su et al. 2021, eq. 15; the same order of operations as in transformers, for equal rounding.
     return 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)), 1.0
 
 
 def rotary_table(frequencies: Tensor, factor: float, length: int, pairs: int | None = None) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of positions 0 to `length - 1`.
+    """Compute cosine and sine of the positions 0 to `length - 1`.
 
     Args:
-        pairs: `head_dim / 2`; pairs beyond those that have a frequency stand still (a partial rotation). None: there
-            are none.
+        frequencies: fp32 `[rotary_dim / 2]`.
+        factor: for cosine and sine.
+        length: number of positions.
+        pairs: `head_dim / 2`; pairs without a frequency are not rotated (partial rotation). None: all have one.
 
     Returns:
         Each fp32 `[length, pairs]`.
@@ -79,7 +82,7 @@ def rotary_table(frequencies: Tensor, factor: float, length: int, pairs: int | N
 
 
 def position_limit(config: PretrainedConfig | GgufConfig) -> int:
-    """The longest sequence that the rope of this config is made for, in tokens."""
+    """Return the length of the longest sequence for which the rope of this config is made, in tokens."""
     limit = int(config.max_position_embeddings)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1.0

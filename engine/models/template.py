@@ -1,4 +1,4 @@
-"""Chat templates: Jinja in a sandbox, with the few names that transformers gives to templates."""
+"""Renders chat templates: Jinja in a sandbox, with the functions that transformers offers to templates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant wrote, for training; the text stays as it is."""
+    """The tag `{% generation %}`, which marks answers for training; its content is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -35,7 +35,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes for HTML."""
+    """Write JSON without the escapes for HTML that Jinja's own filter makes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -60,10 +60,10 @@ class ChatTemplate:
         self._compiled: jinja2.Template | None = None
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The text.
+        """Return the rendered text.
 
         Raises:
-            jinja2.TemplateError: the template is none, or refuses the variables.
+            jinja2.TemplateError: the template is invalid, or refuses the variables.
         """
         if self._compiled is None:
             self._compiled = self._environment.from_string(self._source)

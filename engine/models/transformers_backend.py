@@ -1,9 +1,9 @@
-"""Any causal language model of transformers over our paged attention.
+"""Runs any causal language model of transformers over our paged attention.
 
-transformers lets a library register an attention function under a name of its own; a model set to that name builds no
-mask, and hands the extra keyword arguments of its forward to that function in every layer. So a stock model runs a
-mixed varlen batch as one row of tokens. What such a model asks of attention beyond causality, window and soft-cap is
-refused, never ignored.
+transformers lets a library register an attention function under a name. A model that is set to this name builds no mask
+and passes the extra keyword arguments of its forward pass to the function in each layer, so it can compute a batch of
+prefill chunks and decodes as one row of tokens. If the model needs anything of attention beyond causality, window and
+soft-cap, it is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.batch import Batch
 from engine.models.config import Unsupported
-from kernels.attention import AttentionBackend, AttentionBatch, CacheSpec, get_backend
+from kernels.attention import get_backend
+from kernels.attention.base import AttentionBackend, AttentionBatch, CacheSpec
 
 ATTENTION_NAME = "tokenmill"
 
@@ -36,18 +37,18 @@ _IRRELEVANT = frozenset(
         "use_cache",
     }
 )
-"""Arguments that reach an attention function by way of `**kwargs` and don't change what it computes."""
+"""Keyword arguments of attention functions that do not change what they compute."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass
 class _Call:
-    """What our attention function needs, handed through the model's forward."""
+    """Arguments of our attention function, passed through the forward pass of the model."""
 
     backend: AttentionBackend
     batch: AttentionBatch
     layers: set[int] = field(default_factory=set)
-    """The layers that called, for the check at load."""
+    """Indices of the layers that called the function, for `check`."""
 
 
 def _attention(
@@ -64,14 +65,24 @@ def _attention(
     tokenmill: _Call | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The registered function: `q` is `[1, heads, T, head_dim]`, the result `[1, T, heads, head_dim]`."""
+    """Compute attention for one layer, as the registered function.
+
+    Args:
+        q: `[1, heads, T, head_dim]`; `k` and `v` have KV heads.
+
+    Returns:
+        `[1, T, heads, head_dim]`, and None for the attention weights.
+
+    Raises:
+        Unsupported: the model needs attention that the backends do not have.
+    """
     if tokenmill is None:
-        raise Unsupported("the model does not hand keyword arguments to its attention")
+        raise Unsupported("the model does not pass keyword arguments to its attention")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     given = {name: value for name, value in kwargs.items() if value is not None and name not in _IRRELEVANT}
     if given or attention_mask is not None or dropout or not causal:
         what = sorted(given) or ["a mask, dropout or bidirectional attention"]
-        raise Unsupported(f"the model asks for attention with {', '.join(what)}")
+        raise Unsupported(f"the model needs attention with {', '.join(what)}")
     _check_layer(module, k, v, sliding_window, tokenmill.backend.spec)
     layer: int = module.layer_idx
     tokenmill.layers.add(layer)
@@ -94,11 +105,11 @@ def _check_layer(module: Any, k: Tensor, v: Tensor, window: int | None, spec: Ca
         raise Unsupported(f"layer {module.layer_idx} has keys and values of another shape than {shape} (heads, size)")
     types = getattr(getattr(module, "config", None), "layer_types", None)
     if types and types[module.layer_idx] == "sliding_attention" and window is None:
-        raise Unsupported(f"layer {module.layer_idx} has a window, but does not tell its attention function")
+        raise Unsupported(f"layer {module.layer_idx} has a window, but does not pass it to its attention function")
 
 
 def register() -> None:
-    """Make our attention function known to transformers. May be called again."""
+    """Register our attention function with transformers; may be called several times."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
 
 
@@ -112,7 +123,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Logits fp32 `[R, vocab]` of the sampled rows; the KV of all rows is written."""
+        """Compute all rows and write their K and V; return the logits of the sampled rows, fp32 `[R, vocab]`."""
         return _run(self._model, batch, _Call(self.backend, batch.attention))
 
 
@@ -131,10 +142,10 @@ def _run(model: Any, batch: Batch, call: _Call) -> Tensor:
 
 
 def cache_shape(config: PretrainedConfig) -> tuple[int, int, int]:
-    """Layers, KV heads and head size of a transformers model.
+    """Return the numbers of layers and KV heads, and the head size, of a transformers model.
 
     Raises:
-        Unsupported: the config says that there is more to it than attention layers of one kind.
+        Unsupported: the model has layers other than causal attention.
     """
     text = config.get_text_config()
     for kind in getattr(text, "layer_types", None) or ():
@@ -149,7 +160,7 @@ def cache_shape(config: PretrainedConfig) -> tuple[int, int, int]:
 
 
 def freeze_rope(model: torch.nn.Module, max_model_len: int) -> None:
-    """Fix frequencies that would follow the longest position of the batch (dynamic, longrope) at `max_model_len`."""
+    """Fix rotary frequencies that depend on the longest position of a batch (dynamic, longrope) at `max_model_len`."""
     module: Any
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -166,11 +177,10 @@ def freeze_rope(model: torch.nn.Module, max_model_len: int) -> None:
 
 @torch.inference_mode()
 def check(model: Any, spec: CacheSpec) -> None:
-    """Run a few tokens through the paged path, in two chunks, and through the model's own attention, and compare.
+    """Compare the logits of some tokens over our attention, in two chunks, with those over the model's own attention.
 
     Raises:
-        Unsupported: the model can't run here, or gives other logits: it does something that the plug-in does not
-        carry over.
+        Unsupported: the model cannot run over our attention, or its logits differ.
     """
     if not model._supports_attention_backend:
         raise Unsupported("the model has no pluggable attention")
@@ -191,7 +201,7 @@ def check(model: Any, spec: CacheSpec) -> None:
         if call.layers != set(range(spec.num_layers)):
             raise Unsupported("not every layer is an attention layer")
     error = (torch.cat(parts) - whole).abs().amax(-1) / whole.std(-1).clamp_min(1e-6)
-    # The median row: in low precision a mixture of experts may route one token otherwise.
+    # The median row, since in low precision a mixture of experts may route a token to another expert.
     if not error.median() < (1e-2 if spec.dtype == torch.float32 else 0.3):
         raise Unsupported(
             f"the paged path gives other logits than the model's own attention (by {error.median():.2g} std)"

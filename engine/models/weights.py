@@ -1,4 +1,4 @@
-"""Checkpoints: where tensors come from, and the account of which were taken."""
+"""Reads checkpoints in safetensors, and records which tensors were used."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch import Tensor
 
 
 class LoadError(Exception):
-    """The model can't be loaded; the message says why in one line, for the operator who chose the model."""
+    """The model cannot be loaded; the message says why, in one line, for the operator."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
 
 
 class Checkpoint(Protocol):
-    """Named tensors on disk, under their Hugging Face names."""
+    """Tensors on disk, by their Hugging Face names."""
 
     def names(self) -> set[str]: ...
 
     def load(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The tensor as it is stored, or in `dtype` where it was quantised."""
+        """Return a tensor as it is stored; a quantised tensor in `dtype`."""
         ...
 
 
 class SafetensorsCheckpoint:
-    """The safetensors of a directory: one file, or shards.
+    """The safetensors files of a directory: one file, or shards.
 
     Raises:
         LoadError: no such files, a shard is missing, or a file is broken.
@@ -41,15 +41,38 @@ class SafetensorsCheckpoint:
         self._files = safetensors_files(directory)
         self._open: dict[Path, safe_open] = {}
 
+    @property
+    def files(self) -> set[Path]:
+        """The files that hold tensors."""
+        return set(self._files.values())
+
     def names(self) -> set[str]:
         return set(self._files)
 
-    def load(self, name: str, dtype: torch.dtype) -> Tensor:
-        path = self._files[name]
+    def has_copies(self) -> bool:
+        """Tell whether a tensor is in more than one file."""
+        return sum(len(_keys(path)) for path in self.files) > len(self._files)
+
+    def check_plain(self) -> None:
+        """Refuse numbers that mean something only together with a scale.
+
+        Raises:
+            LoadError: a weight is stored as integers.
+        """
+        for name in sorted(self._files):
+            kind: str = self._opened(self._files[name]).get_slice(name).get_dtype()  # type: ignore[no-untyped-call]
+            if name.endswith(".weight") and not kind.startswith(("F", "BF")):  # buffers may be integers
+                raise quantised(name, kind)
+
+    def _opened(self, path: Path) -> safe_open:
         if path not in self._open:
             self._open[path] = _open(path)
+        return self._open[path]
+
+    def load(self, name: str, dtype: torch.dtype) -> Tensor:
+        path = self._files[name]
         try:
-            tensor: Tensor = self._open[path].get_tensor(name)  # type: ignore[no-untyped-call]
+            tensor: Tensor = self._opened(path).get_tensor(name)  # type: ignore[no-untyped-call]
         except (SafetensorError, OSError, RuntimeError) as error:
             raise LoadError(f"{path}: tensor {name!r} can't be read: {error}") from error
         return tensor
@@ -61,11 +84,11 @@ _OTHER_WEIGHTS = {
     "adapter_model.safetensors": "an adapter (LoRA), which is not applied here",
     "consolidated.safetensors": "weights in Mistral's own format",
 }
-"""Files that lie beside a model's weights and are none of them."""
+"""Files beside the weights of a model that are not part of them → what they are."""
 
 
 def safetensors_files(directory: Path) -> dict[str, Path]:
-    """Which file of a model's directory holds which tensor: `model.safetensors`, or else the shards, as transformers.
+    """Return the file of each tensor in a directory: `model.safetensors`, else the shards, as transformers does.
 
     Raises:
         LoadError: there are none, a shard is missing, or a file is broken; the message names it.
@@ -75,7 +98,7 @@ def safetensors_files(directory: Path) -> dict[str, Path]:
         return _names_in([single])
     if index.exists():
         return _indexed(index)
-    paths = sorted(path for path in directory.glob("*.safetensors") if path.name not in _OTHER_WEIGHTS)
+    paths = model_safetensors(directory)
     if not paths:
         raise LoadError(f"{directory} has no *.safetensors file{_what_else(directory)}")
     shards = [_SHARD.fullmatch(path.name) for path in paths]
@@ -85,6 +108,12 @@ def safetensors_files(directory: Path) -> dict[str, Path]:
         wanted = {f"{shard[1]}-{n:05d}-of-{shard[3]}.safetensors" for n in range(1, int(shard[3]) + 1)}
         _refuse_missing(directory, wanted - {path.name for path in paths})
     return _names_in(paths)
+
+
+def model_safetensors(directory: Path) -> list[Path]:
+    """The safetensors of a directory that may be a model's, in order; not those of another kind, nor hidden files."""
+    found = directory.glob("*.safetensors")
+    return sorted(path for path in found if path.name not in _OTHER_WEIGHTS and not path.name.startswith("."))
 
 
 def _indexed(index: Path) -> dict[str, Path]:
@@ -111,7 +140,7 @@ def _refuse_missing(directory: Path, names: set[str]) -> None:
 
 
 def _what_else(directory: Path) -> str:
-    """What a directory without weights holds instead, for a message."""
+    """Return, for a message, what a directory without weights contains."""
     for name, what in _OTHER_WEIGHTS.items():
         if (directory / name).exists():
             return f" of a model; {name} holds {what}"
@@ -120,7 +149,7 @@ def _what_else(directory: Path) -> str:
 
 
 def _names_in(paths: list[Path]) -> dict[str, Path]:
-    """The tensors of these files.
+    """Return the file of each tensor in these files.
 
     Raises:
         LoadError: a file is broken, or two hold the same tensor.
@@ -147,6 +176,11 @@ def _open(path: Path) -> safe_open:
         raise LoadError(f"{path} can't be read: {error}") from error
 
 
+def quantised(name: str, kind: str) -> LoadError:
+    """Make the error of a tensor stored as integers."""
+    return LoadError(f"tensor {name!r} is stored as {kind}, a quantisation that is not read here")
+
+
 def check_not_pointer(path: Path) -> None:
     """
     Raises:
@@ -159,11 +193,11 @@ def check_not_pointer(path: Path) -> None:
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _IGNORABLE = re.compile(r"rotary_emb\.inv_freq$|self_attn\.(masked_)?bias$")
-"""Buffers that old checkpoints carry and that are computed here."""
+"""Buffers in old checkpoints, which are computed here instead."""
 
 
 class ParameterStore:
-    """Hands out a checkpoint's tensors in the model's dtype and knows at the end which were never asked for."""
+    """Returns the tensors of a checkpoint in the model's dtype and device, and records which were never taken."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self._checkpoint = checkpoint
@@ -172,13 +206,13 @@ class ParameterStore:
         self._names = checkpoint.names()
         self._taken: set[str] = set()
         self.num_parameters = 0
-        """Numbers handed out so far."""
+        """Number of elements of all tensors taken so far."""
 
     def has(self, name: str) -> bool:
         return name in self._names
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """One tensor, in the model's dtype or in `dtype`.
+        """Return a tensor in the model's dtype or in `dtype`.
 
         Raises:
             LoadError: it is missing or has another shape.
@@ -190,7 +224,7 @@ class ParameterStore:
         if tuple(tensor.shape) != shape:
             raise LoadError(f"tensor {name!r} has shape {list(tensor.shape)}; the config asks for {list(shape)}")
         if not tensor.is_floating_point():
-            raise LoadError(f"tensor {name!r} is stored as {tensor.dtype}, a quantisation that is not read here")
+            raise quantised(name, str(tensor.dtype).removeprefix("torch."))
         self._taken.add(name)
         self.num_parameters += tensor.numel()
         return tensor.to(device=self._device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Patterns of the `format`s of JSON schema that structured output knows.
+"""Patterns of the JSON schema `format`s that structured output supports.
 
 Each pattern matches valid values only. Some leave out spellings that are valid too but that no reader wants to see:
 lower-case `t` and `z` in times, leap seconds at an offset, quoted local parts of addresses, `xn--` labels.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 _YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
 _LEAP = "(?:0[48]|[2468][048]|[13579][26])"
-"""Two digits of a number above 0 that 4 divides."""
+"""Two digits of a number above 0 that is a multiple of 4."""
 _LEAP_YEAR = f"(?:[0-9]{{2}}{_LEAP}|{_LEAP}00)"
 _DATE = (
     f"(?:{_YEAR}-(?:(?:0[1-9]|1[0-2])-(?:0[1-9]|1[0-9]|2[0-8])|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)"
@@ -29,7 +29,7 @@ _LABEL = (
     f"{_ALNUM}(?:{_ALNUM}|{_INNER}{_ALNUM}|{_INNER}{_ALNUM}{_INNER}{{0,59}}{_ALNUM}"
     f"|{_INNER}-{_ALNUM}(?:{_INNER}{{0,58}}{_ALNUM})?)?"
 )
-"""Up to 63 characters, no hyphen at an end, and not hyphens in both the third and the fourth place (RFC 5891)."""
+"""Label of a host name: up to 63 characters, no hyphen at either end, nor in both third and fourth place (RFC 5891)."""
 _HOSTNAME = rf"{_LABEL}(?:\.{_LABEL})*"
 _ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _LOCAL_PART = rf"{_ATOM}(?:\.{_ATOM})*"
@@ -41,11 +41,11 @@ _LAST_32 = f"(?:{_HEX}:{_HEX}|{_IPV4})"
 
 
 def _ipv6() -> str:
-    """Compose the nine forms of RFC 3986, section 3.2.2: `::` may stand at any place, for one group or more."""
+    """Return the nine forms of RFC 3986, section 3.2.2: `::` stands for one or more groups, at any place."""
     forms = [f"(?:{_HEX}:){{6}}{_LAST_32}"]
     for before in range(8):
         head = f"(?:{_HEX}(?::{_HEX}){{0,{before - 1}}})?" if before else ""
-        after = 7 - before  # groups that may still follow
+        after = 7 - before  # number of groups that may follow
         tail = {2: _LAST_32, 1: _HEX, 0: ""}.get(after, f"(?:{_HEX}:){{{after - 2}}}{_LAST_32}")
         forms.append(f"{head}::{tail}")
     return f"(?:{'|'.join(forms)})"
@@ -54,7 +54,7 @@ def _ipv6() -> str:
 _IPV6 = _ipv6()
 
 _UNRESERVED = "A-Za-z0-9._~!$&'()*+,;=-"
-"""Unreserved characters and sub-delimiters of RFC 3986, as they stand in a class (the hyphen last)."""
+"""Unreserved characters and sub-delimiters of RFC 3986, for a class (the hyphen is last)."""
 _ESCAPED = "%[0-9A-Fa-f]{2}"
 _PCHAR = f"(?:[:@{_UNRESERVED}]|{_ESCAPED})"
 _AUTHORITY = rf"(?:(?:[:{_UNRESERVED}]|{_ESCAPED})*@)?(?:\[{_IPV6}\]|(?:[{_UNRESERVED}]|{_ESCAPED})*)(?::[0-9]{{0,5}})?"
@@ -78,4 +78,4 @@ PATTERNS: dict[str, str] = {
 """Format → pattern of the whole string. Sources: RFC 3339 with its appendix A, 1123, 5321, 3986, 9562."""
 
 LENGTHS: dict[str, int] = {"hostname": 253, "email": 254}
-"""Format → characters that a value has at most."""
+"""Format → maximum number of characters of a value."""

@@ -1,10 +1,10 @@
-"""Tries a new grammar in a process of its own first, which may crash, hang or swell in the worker's place.
+"""Compiles each new grammar in a child process first, which may crash, hang or run out of memory without harm.
 
-llguidance bounds most work by fuel of its own, but it recurses over rules and references, so that a few thousand of
-them in a chain overflow the stack, and a wide schema takes it time that grows with the square of its width. Neither can
-be stopped in a thread. The child has much less stack than a thread has elsewhere: what passes there passes here.
+llguidance limits most of its work, but it recurses over rules and references, so a chain of a few thousand overflows
+the stack, and the time for a wide schema grows with the square of its width. Neither can be stopped in a thread. The
+child has a much smaller stack than a thread of the worker: a grammar that compiles in the child compiles in the worker.
 
-This file is also the child's program; it imports nothing of the project.
+This file is also the program of the child; it imports nothing of the project.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from typing import Any
 import llguidance
 
 SECONDS = 3.0
-"""CPU time to compile a grammar and to find its first ids: a busy machine changes no verdict."""
+"""CPU seconds to compile a grammar and to find its first ids. CPU time, so that load does not change the result."""
 WALL_SECONDS = 30.0
-"""After which a child without an answer is given up, though it had little CPU time: that is not the grammar's fault."""
+"""Seconds after which a child that had little CPU time is killed; the grammar is not the cause and stays undecided."""
 START_SECONDS = 60.0
-"""For the child to start and read the tokenizer, on a machine that is busy loading a model."""
+"""Seconds for the child to start and read the tokenizer, on a machine that is busy loading a model."""
 TRIES = 2
-"""Children that look at a grammar before it is given up as undecided."""
+"""Number of children that try a grammar before it is undecided."""
 MEGABYTES = 48
-"""By which the child may have grown with a grammar in it."""
+"""Maximum growth of the child's resident memory by one grammar, in MiB."""
 _TOO_LARGE = 3
 _FAILED = 4
-"""Exit statuses of a child: it has grown too much; llguidance raised in it."""
+"""Exit statuses of a child: a grammar took too much memory; llguidance raised."""
 _STACK_BYTES = 1 << 20
-_SPARE_BYTES = 1 << 30
-"""Address space of the child beyond what it has at the start: ends a runaway before it hurts."""
+_EXTRA_BYTES = 1 << 30
+"""Address space that the child may add to that at its start."""
 
 LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-"""For llguidance, wherever a grammar is compiled; a state takes one or two kilobytes."""
+"""Limits of llguidance, in the child and in the worker; a lexer state takes one or two kilobytes."""
 
 
 def compile_source(tokenizer: llguidance.LLTokenizer, source: str) -> llguidance.LLMatcher:
-    """Compile, and find what may come first, which builds most of what a grammar will ever need."""
+    """Compile a grammar and compute its first mask, which builds most of the states that it will need."""
     matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -52,18 +52,25 @@ def compile_source(tokenizer: llguidance.LLTokenizer, source: str) -> llguidance
 
 
 class GuardFailed(RuntimeError):
-    """The child cannot be started, or was ended from outside: nothing is known of the grammar."""
+    """The child cannot be started, or was killed by another process: it is not known whether the grammar compiles."""
 
 
 class _Killed(Exception):
-    """The child ended, or said nothing, for a reason that the grammar did not give."""
+    """The child ended or did not answer, and the grammar is not the cause."""
 
 
 class Guard:
-    """The child and the way to it. Any thread may call `problem`; one grammar is tried at a time."""
+    """Starts and restarts the child and asks it. Any thread may call `problem`; it tries one grammar at a time."""
 
     def __init__(self, tokenizer_json: str, n_vocab: int, eos_token_ids: list[int], seconds: float = SECONDS) -> None:
-        """`seconds`: CPU time for one grammar."""
+        """Prepare the child, which starts with the first grammar.
+
+        Args:
+            tokenizer_json: the tokenizer in the format of `tokenizers`.
+            n_vocab: number of ids.
+            eos_token_ids: ids that end a text.
+            seconds: CPU time for one grammar.
+        """
         self._setup = json.dumps([tokenizer_json, n_vocab, eos_token_ids, seconds]).encode()
         self._seconds = seconds
         self._lock = threading.Lock()
@@ -71,10 +78,10 @@ class Guard:
         self._pipe: Connection | None = None
 
     def problem(self, source: str) -> str | None:
-        """Try a grammar in the child; returns what is wrong with it, or None if it can be compiled here.
+        """Try a grammar in the child; return what is wrong with it, or None if the worker can compile it.
 
         Raises:
-            GuardFailed: the child cannot be started, or was ended from outside, several times: ask again later.
+            GuardFailed: the child cannot be started, or was killed by another process, `TRIES` times; retryable.
         """
         with self._lock:
             for _ in range(TRIES):
@@ -82,13 +89,13 @@ class Guard:
                     return self._try(source)
                 except _Killed:
                     self._stop()
-            raise GuardFailed("the process that tries grammars was ended from outside, or had no time to run")
+            raise GuardFailed("the process that checks grammars was killed, or got no CPU time")
 
     def _try(self, source: str) -> str | None:
         """Ask the child once.
 
         Raises:
-            _Killed: it gave no verdict, and its end gives none.
+            _Killed: it did not answer, and how it ended says nothing about the grammar.
         """
         pipe = self._pipe or self._start()
         try:
@@ -101,7 +108,11 @@ class Guard:
         raise _Killed
 
     def _verdict_of_end(self) -> str:
-        """Why the child ended, where that tells something of the grammar."""
+        """Return what is wrong with the grammar, from how the child ended.
+
+        Raises:
+            _Killed: how it ended says nothing about the grammar.
+        """
         child = self._child
         if child is None:
             raise _Killed
@@ -126,25 +137,28 @@ class Guard:
             self._stop()
 
     def _start(self) -> Connection:
-        ours, theirs = Pipe()
-        command = [sys.executable, "-P", __file__, str(theirs.fileno())]
-        self._child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C is for the worker; the child ends when the pipe does
-        )
-        theirs.close()
-        self._pipe = ours
-        with contextlib.suppress(EOFError, OSError):  # the child died: told below, like a child that says nothing
+        try:
+            self._pipe, theirs = Pipe()
+            with theirs:
+                self._child = subprocess.Popen(
+                    [sys.executable, "-P", __file__, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C must not reach the child; it ends when the pipe is closed
+                )
+        except OSError as error:  # the system has no process or file left
+            self._stop()
+            raise GuardFailed(f"the process that checks grammars does not start: {error.strerror}") from error
+        ours = self._pipe
+        with contextlib.suppress(EOFError, OSError):  # the child died: raise below, as if it did not answer
             ours.send_bytes(self._setup)
             if ours.poll(START_SECONDS):
                 ours.recv_bytes()
                 return ours
         self._stop()
-        raise GuardFailed("the process that tries grammars does not start")
+        raise GuardFailed("the process that checks grammars does not start")
 
     def _stop(self) -> None:
         if self._pipe is not None:
@@ -163,7 +177,7 @@ class Guard:
 
 
 def _memory() -> tuple[int, int]:
-    """(address space, resident) of this process, in bytes."""
+    """Return (address space, resident memory) of this process, in bytes."""
     with open("/proc/self/statm") as file:
         size, resident, *_ = file.read().split()
     return int(size) * resource.getpagesize(), int(resident) * resource.getpagesize()
@@ -172,19 +186,21 @@ def _memory() -> tuple[int, int]:
 def _serve(pipe: Connection) -> None:
     tokenizer_json, n_vocab, eos, seconds = json.loads(pipe.recv_bytes())
     tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=n_vocab, eos_token=eos)
-    compile_source(tokenizer, llguidance.LLMatcher.grammar_from_regex("a"))  # what is built once is built now
+    compile_source(
+        tokenizer, llguidance.LLMatcher.grammar_from_regex("a")
+    )  # memory that is allocated once is in `base`
     size, base = _memory()
-    resource.setrlimit(resource.RLIMIT_AS, (size + _SPARE_BYTES, size + _SPARE_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (size + _EXTRA_BYTES, size + _EXTRA_BYTES))
     pipe.send_bytes(b"null")
     while True:
         source = pipe.recv_bytes().decode()
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
         matcher = compile_source(tokenizer, source)
         problem: Any = matcher.get_error() if matcher.is_error() else None
         if problem is None and _memory()[1] - base > MEGABYTES << 20:
-            os._exit(_TOO_LARGE)  # the next child starts small again
+            os._exit(_TOO_LARGE)  # the next child starts with little memory
         copy = matcher.deep_copy()
-        del matcher, copy  # freeing recurses too
+        del matcher, copy  # freeing recurses, too
         signal.setitimer(signal.ITIMER_PROF, 0)
         pipe.send_bytes(json.dumps(problem).encode())
 

@@ -1,4 +1,4 @@
-"""Regular expressions of requests, rewritten so that they mean what ECMA-262 says and nothing else.
+"""Rewrites the regular expressions of requests so that llguidance reads them as ECMA-262 does.
 
 JSON schema takes its patterns from ECMA-262; llguidance compiles Rust's syntax. Where both accept a pattern but read it
 differently, the Rust reading would pass texts that other validators refuse: `\\d` takes the digits of all scripts, `.`
@@ -25,19 +25,22 @@ _ESCAPE = re.compile(
     r"|(?P<literal>[^A-Za-z0-9]))",
     re.DOTALL,
 )
+_REPEAT = re.compile(r"(?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})\??")
+"""How often the item before may come, as often as possible or (`?`) as seldom as possible."""
 _CLASS_SYNTAX = frozenset("[]&~^-\\")
-"""Characters that may have a meaning inside a class of Rust's syntax."""
+"""Characters that may have a meaning inside a class in the syntax of Rust."""
 
 
 class PatternError(ValueError):
-    """A pattern that is wrong, or that cannot be kept to its meaning; the message says why."""
+    """A pattern is invalid, or cannot be rewritten with the same meaning; the message says why."""
 
 
 def translate(pattern: str) -> str:
     """Rewrite `pattern` for llguidance: `\\d`, `\\w` and `\\b` are ASCII, `\\s` and `.` are ECMA-262's.
 
     Raises:
-        PatternError: an escape that ECMA-262 does not know, a class without end, another flag than `i`.
+        PatternError: an escape that ECMA-262 does not know, a class without end, a repetition of a repetition, another
+            flag than `i`.
     """
     out: list[str] = []
     at = 0
@@ -52,6 +55,11 @@ def translate(pattern: str) -> str:
         elif char == ".":
             out.append(_NO_LINE_END)
             at += 1
+        elif (repeat := _REPEAT.match(pattern, at)) is not None:
+            out.append(repeat[0])
+            at = repeat.end()
+            if (again := _REPEAT.match(pattern, at)) is not None:
+                raise PatternError(f"{repeat[0]}{again[0]}: nothing to repeat")
         elif char == "(" and pattern.startswith("(?", at):
             text, at = _group(pattern, at)
             out.append(text)
@@ -61,8 +69,13 @@ def translate(pattern: str) -> str:
     return "".join(out)
 
 
+def exactly(text: str) -> str:
+    """Write a pattern of llguidance that matches this text alone."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
 def _escape(pattern: str, at: int) -> tuple[str, int]:
-    """Translate the escape at `at`, outside a class; returns the text and the place after it."""
+    """Translate the escape at `at`, outside of a class; return its translation and the index after it."""
     match = _match_escape(pattern, at)
     name = match["set"]
     if name is not None:
@@ -83,7 +96,7 @@ def _match_escape(pattern: str, at: int) -> re.Match[str]:
 
 
 def _character(match: re.Match[str]) -> str:
-    """Write an escape of one character or of a Unicode property, for inside and outside of classes."""
+    """Translate an escape of a character or a Unicode property, inside or outside of a class."""
     if match["null"] is not None:
         return r"\x00"
     if match["control"] is not None:
@@ -100,7 +113,7 @@ def _literal(char: str) -> str:
 
 
 def _class(pattern: str, at: int) -> tuple[str, int]:
-    """Translate the class that begins at `at`; returns the text and the place after it."""
+    """Translate the class that begins at `at`; return its translation and the index after it."""
     if pattern.startswith("[[:", at):
         raise PatternError(f"{pattern[at : at + 10]}: named classes are not supported, write [0-9] or \\d")
     begin = at
@@ -121,7 +134,7 @@ def _class(pattern: str, at: int) -> tuple[str, int]:
 
 
 def _class_item(pattern: str, at: int) -> tuple[str, int]:
-    """Translate one character, set or range of a class."""
+    """Translate a character, set or range of a class; return its translation and the index after it."""
     first, after, is_set = _class_atom(pattern, at)
     if not pattern.startswith("-", after) or pattern.startswith("-]", after) or after + 1 >= len(pattern):
         return first, after
@@ -132,7 +145,7 @@ def _class_item(pattern: str, at: int) -> tuple[str, int]:
 
 
 def _class_atom(pattern: str, at: int) -> tuple[str, int, bool]:
-    """Translate one character or set inside a class; returns its text, the place after it, and whether it is a set."""
+    """Translate a character or set in a class; return its translation, the index after it, and whether it is a set."""
     char = pattern[at]
     if char != "\\":
         return (f"\\{char}" if char in _CLASS_SYNTAX else char), at + 1, False
@@ -148,11 +161,11 @@ def _class_atom(pattern: str, at: int) -> tuple[str, int, bool]:
 
 _NAMED_GROUP = re.compile(r"\(\?P?<[A-Za-z_][A-Za-z0-9_]*>")
 _PLAIN_GROUP = re.compile(r"\(\?(?:-?i)?:|\(\?-?i\)")
-"""A group without a name, or with the one flag that other tools read alike: `i`, regardless of case."""
+"""Beginning of a group without a name, or with the flag `i`, the only flag that other tools read alike."""
 
 
 def _group(pattern: str, at: int) -> tuple[str, int]:
-    """Copy the beginning of a group; its name has no use here."""
+    """Copy the beginning of a group without its name; return it and the index after it."""
     match = _PLAIN_GROUP.match(pattern, at)
     if match is not None:
         return match[0], match.end()

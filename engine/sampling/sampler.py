@@ -1,13 +1,13 @@
-"""Chooses the next id of each row, vectorised over the batch.
+"""Samples the next id of each row, vectorised over the batch.
 
-Order: ids that the tokenizer lacks are cut off → logprobs are taken → logit_bias → repetition, frequency and presence
-penalties → what the grammar forbids → banned ids, and ends before `min_tokens` → temperature → top_k → top_p → min_p →
-one draw.
-Temperature 0 takes the highest logit after the bans.
+Order: columns beyond the tokenizer are cut off → logprobs → logit_bias → repetition, frequency and presence penalties →
+the grammar's mask → banned ids, and before `min_tokens` ids that end the text → temperature → top_k → top_p → min_p →
+sampling. Temperature 0: the highest logit after the bans.
 
-A draw inverts the cumulative distribution at one number in [0, 1) that depends on (seed, choice, position) alone, so
-that a row's neighbours, its place in the batch and a preemption don't matter. Filters become one threshold a row, and
-ids are summed in their own order: ties at an edge are all kept, and no order of equal logits can leak into the text.
+Sampling inverts the cumulative distribution at a number in [0, 1) that depends only on (seed, choice, position), so
+neither the other rows, nor the row's index in the batch, nor a preemption changes it. All filters together are one
+threshold for each row, and probabilities are summed in the order of ids: ids that are equal at the threshold are all
+kept, and how equal logits are sorted changes nothing.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from engine.sampling.structured import Matcher, apply_masks
 from kernels.ops import argmax
 
 _TOP = 256
-"""How many of a row's highest logits are sorted to find a top_p edge before all of them are."""
+"""Number of highest logits that are sorted to find the limit of top_p, before all logits are sorted."""
 _MIN_TEMPERATURE = 1e-6
 _LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the sampler must know of one choice."""
+    """The sampler's input for one choice."""
 
     uid: int
     params: SamplingParams
     noise_seed: int
     index: int
-    """Which choice."""
+    """Index of the choice in its request."""
     num_prompt_tokens: int
     tokens: list[int]
     """Prompt and output ids so far (read only)."""
@@ -47,12 +47,12 @@ class Row:
 
     @property
     def position(self) -> int:
-        """Which output id is drawn, from 0."""
+        """Index of the output id that is sampled now, from 0."""
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
     def banned(self) -> frozenset[int]:
-        """Ids that must not be drawn now: no end before `min_tokens`, and those of `params.bans`."""
+        """Ids that must not be sampled now: those of `params.bans`, and before `min_tokens` those that end the text."""
         params = self.params
         early = self.eos_token_ids | params.stop_token_ids if self.position < params.min_tokens else frozenset()
         return early if params.bans is None else early | params.bans.now(self.tokens, self.position)
@@ -60,32 +60,37 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One entry a row: the id, or None where the row's logits were not finite."""
+    """For each row the sampled id, or None if the logits of the row were not finite."""
 
     token_ids: tuple[int | None, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
-    """None where not asked for."""
+    """For each row its logprobs; None if not requested."""
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
-    """For each slice that asked: those of the prompt ids after its rows."""
+    """For each slice with `prompt_rows`: logprobs of the prompt ids after these rows."""
 
 
 class Sampler:
-    """Keeps what the same rows need step after step; keyed by `Row.uid`, never by the row's place."""
+    """Samples ids. It caches, by `Row.uid`, values that the same rows need in each step."""
 
     def __init__(self, num_ids: int, device: torch.device | str = "cpu") -> None:
         self.num_ids = num_ids
-        """Ids the tokenizer knows; columns from here on are never sampled."""
+        """Number of ids of the tokenizer; later columns of the logits are never sampled."""
         self.device = torch.device(device)
         self._uids: tuple[int, ...] = ()
         self._columns: _Columns | None = None
         self._counts: dict[int, _Counts] = {}
 
     def sample(self, logits: Tensor, rows: Seq[Row]) -> Sampled:
-        """One id for each row of `logits` `[R, vocab]`, which it may overwrite."""
+        """Sample one id for each row.
+
+        Args:
+            logits: `[R, vocab]`; may be overwritten.
+            rows: R rows.
+        """
         logits = logits[:, : self.num_ids]
         places, are_finite = argmax(logits)
         highest, finite = places.tolist(), are_finite.tolist()
-        # What needs no more than its highest logit is done: the rest costs copies of all logits in fp32.
+        # Rows that need only their highest logit are done; the other rows need a copy of their logits in fp32.
         rest = [i for i, row in enumerate(rows) if not _settled(row, highest[i])]
         if not rest:
             return Sampled(tuple(i if ok else None for i, ok in zip(highest, finite, strict=True)), (None,) * len(rows))
@@ -96,7 +101,7 @@ class Sampler:
     def _merge(
         self, logits: Tensor, rows: Seq[Row], rest: list[int], highest: list[int], finite: list[bool]
     ) -> Sampled:
-        """The highest logits of the settled rows, and what is chosen for the rest."""
+        """Combine the highest logits of the settled rows with the ids that are sampled for the other rows."""
         found = self._choose(logits[rest].float(), [rows[i] for i in rest], [finite[i] for i in rest])
         ids: list[int | None] = [i if ok else None for i, ok in zip(highest, finite, strict=True)]
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
@@ -105,7 +110,7 @@ class Sampler:
         return Sampled(tuple(ids), tuple(logprobs))
 
     def _choose(self, logits: Tensor, rows: Seq[Row], finite: list[bool]) -> Sampled:
-        """One id for each row of fp32 `logits` `[R, ids]`, which are overwritten."""
+        """Sample one id for each row of `logits`, fp32 `[R, ids]`, which are overwritten."""
         wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         raw = logits[wanted].log_softmax(-1) if wanted else None
         self._edit(logits, rows)
@@ -123,7 +128,7 @@ class Sampler:
         return Sampled(chosen, tuple(logprobs))
 
     def forget(self, uid: int) -> None:
-        """A choice has ended: keep nothing of it."""
+        """Discard the cached values of a choice that has ended."""
         self._counts.pop(uid, None)
         if uid in self._uids:
             self._uids, self._columns = (), None
@@ -156,7 +161,7 @@ class Sampler:
                 self._ban(logits[i], banned, row)
 
     def _ban(self, logits: Tensor, banned: list[int], row: Row) -> None:
-        """Forbid these ids, unless nothing else is allowed."""
+        """Set the logits of these ids to -inf, unless no other id is allowed."""
         before = logits[banned].clone()
         logits[banned] = -torch.inf
         if (row.matcher is not None or row.params.bans is not None) and bool(logits.amax().isneginf()):
@@ -176,21 +181,21 @@ class Sampler:
 
 @dataclass(frozen=True)
 class _Columns:
-    """The parameters of the D rows that are drawn (temperature above 0), as tensors; rebuilt when rows change."""
+    """Parameters, as tensors, of the D rows with a temperature above 0; made again when the rows change."""
 
     drawn: Tensor
-    """int64 [D]: their places in the batch."""
+    """int64 [D]: their indices in the batch."""
     drawn_rows: tuple[int, ...]
     temperature: Tensor
     """fp32 [D, 1]."""
     top_k: Tensor
-    """int64 [D]; 0 where off."""
+    """int64 [D]; 0: off."""
     top_p: Tensor
     """fp32 [D]."""
     log_min_p: Tensor
-    """fp32 [D, 1]; -inf where off."""
+    """fp32 [D, 1]; -inf: off."""
     ranked: tuple[int, ...]
-    """Which of the D need their highest logits sorted."""
+    """Indices of those of the D rows whose highest logits must be sorted."""
     max_top_k: int
 
     @classmethod
@@ -214,7 +219,7 @@ class _Columns:
 
 
 def _draw(logits: Tensor, columns: _Columns, noise: Tensor) -> Tensor:
-    """One id for each of the D rows: int64 [D]."""
+    """Sample one id for each of the D rows; int64 [D]."""
     # The highest logit becomes 0, so that a tiny temperature cannot overflow.
     scaled = (logits - logits.amax(-1, keepdim=True)) / columns.temperature
     threshold = columns.log_min_p.clone()
@@ -225,12 +230,12 @@ def _draw(logits: Tensor, columns: _Columns, noise: Tensor) -> Tensor:
     weights = scaled.exp().masked_fill_(scaled < threshold, 0.0)
     mass = weights.cumsum(-1, dtype=torch.float64)
     target = noise[:, None] * mass[:, -1:]
-    # The clamp is for a grammar that allows nothing: it refuses whatever is drawn, and the request ends.
+    # The clamp is for a grammar that allows no id: it refuses any sampled id, and the request fails.
     return torch.searchsorted(mass, target, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
 
 
 def _edges(scaled: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int) -> Tensor:
-    """The lowest scaled logit that top_k, then top_p leave in: fp32 [D, 1]. At least one id stays."""
+    """Return the lowest scaled logit that top_k, then top_p, keep; fp32 [D, 1]. At least one id is kept."""
     num_ids = scaled.shape[-1]
     width = min(num_ids, max(_TOP, max_top_k))
     limit = torch.where(top_k > 0, top_k.clamp(max=num_ids), num_ids)
@@ -245,15 +250,22 @@ def _edges(scaled: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int) -> Tens
 
 
 def _edge_in(values: Tensor, limit: Tensor, top_p: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """(edge [D, 1], whether it lies within `values` [D]); `values` [D, width] are the highest, descending.
+    """Find the lowest logit to keep among the highest ones.
 
-    `total` [D] is the mass that top_p is a share of; infinity means the mass of the first `limit` values.
+    Args:
+        values: `[D, width]`, the highest logits of each row, descending.
+        limit: `[D]`, number of values that top_k keeps.
+        top_p: `[D]`.
+        total: `[D]`, the mass that top_p is a share of; infinity: the mass of the first `limit` values.
+
+    Returns:
+        The logits, `[D, 1]`, and whether each lies within `values`, `[D]`.
     """
     width = values.shape[-1]
     inside = torch.arange(width, device=values.device)[None, :] < limit[:, None]
     mass = values.exp().masked_fill(~inside, 0.0).cumsum(-1, dtype=torch.float64)
     wanted = top_p.double() * torch.where(torch.isinf(total), mass[:, -1], total)
-    # The first place where the mass reaches the wanted share; places past the limit can't be it.
+    # The first column at which the cumulative mass reaches top_p; it is never past the limit.
     place = torch.searchsorted(mass, wanted[:, None]).squeeze(-1)
     last = (limit - 1).clamp(max=width - 1)
     found = (place < width) | (limit <= width)
@@ -263,7 +275,7 @@ def _edge_in(values: Tensor, limit: Tensor, top_p: Tensor, total: Tensor) -> tup
 
 
 def _settled(row: Row, highest: int) -> bool:
-    """Whether the row's id is that of its highest logit, whatever else it asks for."""
+    """Return whether the row samples the id of its highest logit, and needs no other logit."""
     params = row.params
     if params.temperature > 0 or params.logprobs is not None or params.logit_bias or row.matcher is not None:
         return False
@@ -278,14 +290,14 @@ def _penalised(params: SamplingParams) -> bool:
 
 @dataclass
 class _Counts:
-    """How often each id occurs: what the penalties of one row need."""
+    """How often each id occurs in a row, for its penalties."""
 
     output: Tensor
-    """fp32 [ids]: occurrences in the output."""
+    """fp32 [ids]: number of occurrences in the output."""
     seen: Tensor
-    """bool [ids]: occurs in prompt or output."""
+    """bool [ids]: whether the id occurs in prompt or output."""
     seen_tokens: int
-    """Tokens counted so far, prompt included."""
+    """Number of tokens counted so far, prompt included."""
 
     @classmethod
     def of(cls, row: Row, num_ids: int, device: torch.device) -> _Counts:
@@ -300,10 +312,14 @@ class _Counts:
         self.seen_tokens += 1
 
     def penalise(self, logits: Tensor, params: SamplingParams) -> None:
-        """Repetition: prompt and output, once per distinct id. Presence and frequency: output only (OpenAI)."""
+        """Apply the penalties in place.
+
+        Repetition (Keskar et al. 2019): once for each distinct id of prompt and output. Presence and frequency
+        (OpenAI's API): for ids of the output.
+        """
         if params.repetition_penalty != 1:
             scaled = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
-            scaled.clamp_(-_LARGEST, _LARGEST)  # infinity minus infinity would be no number
+            scaled.clamp_(-_LARGEST, _LARGEST)  # infinity minus infinity would be NaN
             logits.copy_(torch.where(self.seen, scaled, logits))
         if params.frequency_penalty:
             logits.sub_(self.output, alpha=params.frequency_penalty)
@@ -312,14 +328,20 @@ class _Counts:
 
 
 def token_logprobs(values: Tensor, tokens: Seq[int], top: int) -> list[TokenLogprobs]:
-    """For each row of log-probabilities `[R, ids]`: its token's and the `top` highest, equal ones by id."""
+    """Return, for each row of `values`, the log-probability of its token and the `top` highest ones.
+
+    Args:
+        values: log-probabilities, `[R, ids]`.
+        tokens: R ids.
+        top: number of most likely ids; equal log-probabilities are ordered by id.
+    """
     chosen = values.gather(-1, torch.tensor(tokens, device=values.device)[:, None]).squeeze(-1).tolist()
     ranked = _ranked(values, top) if top else [()] * len(tokens)
     return [TokenLogprobs(Logprob(token, mine), best) for token, mine, best in zip(tokens, chosen, ranked, strict=True)]
 
 
 def _ranked(values: Tensor, top: int) -> list[tuple[Logprob, ...]]:
-    """The `top` highest of each row. `topk` takes any of equal ones, so ties at its edge are looked at again."""
+    """Return the `top` highest entries of each row, resolving the ties that `topk` leaves at its end."""
     top = min(top, values.shape[-1])
     best, ids = values.topk(top, dim=-1)
     ties = ((values >= best[:, -1:]).sum(-1) > top).tolist()
@@ -340,11 +362,10 @@ _MASK = (1 << 64) - 1
 
 
 def uniform(keys: Seq[tuple[int, int, int]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """A number in [0, 1) for each (seed, choice, position), with 52 random bits and no state.
+    """Return a random number in [0, 1) for each (seed, choice, position); equal keys give equal numbers.
 
-    52, not 53: times a total it then stays below that total even after rounding.
-
-    Two rounds of the finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators,
+    It has 52 random bits, not 53, so that its product with a total stays below the total after rounding. The method is
+    two rounds of the finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators,
     2014).
     """
     seeds, choices, positions = (np.array([k[i] & _MASK for k in keys], dtype=np.uint64) for i in range(3))

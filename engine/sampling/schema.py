@@ -1,15 +1,17 @@
-"""JSON schemas of requests, checked keyword by keyword and rewritten before llguidance compiles them.
+"""Checks the JSON schemas of requests keyword by keyword, and rewrites them for llguidance.
 
-llguidance ignores keywords that it does not know, takes options of its own from the schema, and reads some keywords
-more loosely than the standard. A user's schema must not reach it unread: what is not listed here is refused by name,
-at every level, and what llguidance would enforce only in part is rewritten so that it is enforced, or refused.
+llguidance ignores keywords that it does not know, reads options of its own from the schema, and enforces some keywords
+less strictly than the standard. So a keyword that is not listed here is refused by its name, at every level, and a
+keyword that llguidance enforces only in part is rewritten so that it is enforced, or refused.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable
+from math import inf
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -24,28 +26,32 @@ ANNOTATIONS = frozenset(
     {"$schema", "$id", "$anchor", "$comment", "title", "description", "default", "examples", "deprecated"}
     | {"readOnly", "writeOnly", "contentEncoding", "contentMediaType", "discriminator"}
 )
-"""Keywords that describe and never restrict; they are left out."""
+"""Keywords that describe and do not restrict; they are removed."""
 MAX_NUMBER = 2**53
-"""Beyond it, neighbouring integers are one number to most readers of JSON, and to llguidance."""
+"""Largest number: above it, most JSON readers, and llguidance, cannot tell neighbouring integers apart."""
 LEAST_STEP = 1e-9
-"""Nearest that a number comes to an integer that it may not reach, where llguidance would let it reach it."""
+"""Distance of an inclusive bound from the exclusive integer bound that it replaces."""
 MAX_REFERENCES = 16
-"""References in a chain that are followed to find out whether the schemas of a `oneOf` exclude one another."""
+"""Maximum chain of references to follow to find out whether the schemas of a `oneOf` exclude each other."""
 MAX_STEPPED = 2**20
 """Largest integer to which `LEAST_STEP` can be added without losing digits."""
+MAX_SPELT_OUT = 256 * 1024
+"""Characters of the schemas that a list of names is written out with."""
+MAX_COUNT = 2**31 - 1
+"""Largest length or number of items or properties that is counted; texts are far shorter."""
 _DRAFT = re.compile(r"https?://json-schema\.org/(draft-0[4-7]|draft/20(19-09|20-12))/schema#?")
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
-"""Characters that a JSON string can only hold as `\\uXXXX`. Such escapes are never generated, since with them a
-property that is listed could be written under a name that only looks different."""
+"""Characters that a JSON string can only contain as `\\uXXXX`. Such escapes are never generated, since the name of a
+listed property could be written with an escape, and its schema would not apply."""
 
 
 def prepare(schema: Any) -> dict[str, Any]:
     """Check a JSON schema and rewrite it for llguidance; equal schemas give equal results.
 
     Raises:
-        GrammarError: it is no schema, or uses what is not supported; the message begins with the place (a JSON
-            pointer) and names the keyword.
-        RecursionError: it is nested too deeply.
+        GrammarError: the schema is invalid or not supported; the message begins with a JSON pointer to the
+            subschema and names the keyword.
+        RecursionError: the schema is nested too deeply.
     """
     if not isinstance(schema, dict | bool):
         raise GrammarError("a JSON schema is an object, true or false")
@@ -59,8 +65,8 @@ def prepare(schema: Any) -> dict[str, Any]:
 
 
 class _Facts:
-    """What every value that is valid under a schema has: one of `types`, the properties `required`, and in a
-    property of `words` one of these strings."""
+    """What is known of all values that are valid under a schema: they have one of `types`, the properties `required`,
+    and in each property of `words` one of these strings."""
 
     def __init__(self) -> None:
         self.types = frozenset(TYPES) - {"integer"}
@@ -75,7 +81,7 @@ class _Facts:
             self.types &= {"number" if name == "integer" else name for name in names}
 
     def excludes(self, other: _Facts) -> bool:
-        """Tell whether no value fits these facts and `other`."""
+        """Return whether no value satisfies these facts and `other`."""
         shared = self.types & other.types
         return not shared or (
             shared == {"object"}
@@ -87,7 +93,7 @@ class _Facts:
 
 
 class _Walk:
-    """One pass over a schema; collects where subschemas and references are."""
+    """One pass over a schema, which collects the paths of subschemas and references."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -105,15 +111,20 @@ class _Walk:
         if not isinstance(schema, dict):
             raise _wrong(at, "a schema is an object, true or false")
         out: dict[str, Any] = {}
+        names: list[str] | None = None
         for key, value in schema.items():
             handler = _KEYWORDS.get(key)
-            if handler is not None:
+            if key == "propertyNames":
+                names = self._property_names(value, schema, (*at, key))
+            elif handler is not None:
                 out[key] = handler(self, value, (*at, key))
             elif key not in ANNOTATIONS:
                 raise _wrong(at, f"{key} is not supported")
         self._check_identity(schema, at)
         _check_combinations(schema, at)
         _replace_format(out)
+        if names is not None:
+            _spell_out(out, names, at)
         if any(key in out for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")):
             self._bounded.append((at, out))
         if "oneOf" in out and self._exclude_one_another(schema["oneOf"]):
@@ -121,10 +132,10 @@ class _Walk:
         return out
 
     def step_off_integers(self) -> None:
-        """Move an exclusive bound that is an integer, where llguidance would accept the integer itself.
+        """Replace exclusive integer bounds by inclusive ones where llguidance would accept the integer itself.
 
-        It does so between an exclusive integer and a bound less than 1 away, as in 0 < x < 0.5. The two may come from
-        different subschemas, so every such bound of the whole schema counts.
+        llguidance accepts it if another bound is less than 1 away, as in 0 < x < 0.5. The two may be in different
+        subschemas, so all bounds of the schema are compared.
         """
         for low, high, up in (("minimum", "maximum", 1), ("maximum", "minimum", -1)):
             opposite = [value for _, out in self._bounded for value in _bounds(out, high)]
@@ -137,10 +148,34 @@ class _Walk:
                 out.pop(f"exclusive{low.title()}")
                 out[low] = max(out.get(low, bound) * up, bound * up + LEAST_STEP) * up
 
-    def _exclude_one_another(self, branches: list[Any]) -> bool:
-        """Tell whether no value is valid under two of these schemas, as far as their types and constants show it.
+    def _property_names(self, names: Any, schema: dict[str, Any], at: Path) -> list[str] | None:
+        """Check `propertyNames`; returns the names that it lists, in order, None if it allows every name.
 
-        llguidance does not follow references to find that out, and tagged unions are mostly written with them.
+        Raises:
+            GrammarError: it is anything but `type: string` or a list of names in a schema without other names.
+        """
+        self.schema(names, at)
+        found = names
+        for _ in range(MAX_REFERENCES):
+            if isinstance(found, dict) and found.keys() - ANNOTATIONS == {"$ref"}:
+                found = self._resolve(found["$ref"])
+        rest = {} if found is True else found
+        if not isinstance(rest, dict) or "string" not in _listed(rest.get("type", "string")):
+            rest = {"type": None}
+        keys = rest.keys() - ANNOTATIONS - {"type"}
+        if not keys and rest.get("type", "string") is not None:
+            return None
+        words = self._words(rest, 0) if len(keys) == 1 and keys <= {"const", "enum"} else None
+        if words is None:
+            raise _wrong(at, "is supported as type string or as a list of names (enum, const) only")
+        if "properties" in schema or "patternProperties" in schema:
+            raise _wrong(at, "a list of names is not supported beside properties or patternProperties")
+        return list(dict.fromkeys([rest["const"]] if "const" in rest else rest["enum"]))
+
+    def _exclude_one_another(self, branches: list[Any]) -> bool:
+        """Return whether the types and constants of these schemas show that no value is valid under two of them.
+
+        llguidance does not follow references to find out, and most tagged unions are written with references.
         """
         facts = [_Facts() for _ in branches]
         for fact, branch in zip(facts, branches, strict=True):
@@ -148,7 +183,7 @@ class _Walk:
         return all(one.excludes(other) for one, other in itertools.combinations(facts, 2))
 
     def _learn(self, facts: _Facts, schema: Any, depth: int) -> None:
-        """Add to `facts` what `schema` says, and the schemas to which it refers."""
+        """Add to `facts` what follows from `schema` and the schemas to which it refers."""
         if not isinstance(schema, dict) or depth > MAX_REFERENCES:
             return
         facts.add_types(schema)
@@ -163,7 +198,7 @@ class _Walk:
             self._learn(facts, self._resolve(schema["$ref"]), depth + 1)
 
     def _words(self, schema: Any, depth: int) -> frozenset[str] | None:
-        """The strings that a schema allows, None if it allows more than listed strings."""
+        """Return the strings that a schema allows; None if it allows anything beside listed strings."""
         if not isinstance(schema, dict) or depth > MAX_REFERENCES:
             return None
         values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -172,7 +207,7 @@ class _Walk:
         return self._words(self._resolve(schema["$ref"]), depth + 1) if "$ref" in schema else None
 
     def _resolve(self, reference: Any) -> Any:
-        """The subschema to which a reference leads, None if there is none."""
+        """Return the subschema to which a reference points; None if there is none."""
         try:
             target = self._target(reference)
         except GrammarError:
@@ -188,7 +223,7 @@ class _Walk:
         return found
 
     def check_references(self) -> None:
-        """Raise for a `$ref` that does not lead to a subschema."""
+        """Raise `GrammarError` for a `$ref` that does not point to a subschema."""
         for at, reference, target in self._references:
             if target not in self._places:
                 raise _wrong(at, f"{reference} is not a place of a schema in this schema")
@@ -236,7 +271,7 @@ class _Walk:
         return "/".join(["#", *(quote(part.replace("~", "~0").replace("/", "~1"), safe="~$") for part in target)])
 
     def _target(self, value: Any, at: Path = ()) -> Path:
-        """The place to which a reference leads."""
+        """Return the path to which a reference points."""
         if not isinstance(value, str):
             raise _wrong(at, "must be a string")
         local = value.removeprefix(self._id) if self._id and value.startswith(f"{self._id}#") else value
@@ -253,13 +288,13 @@ class _Walk:
             raise _wrong(at, str(error)) from None
 
     def type_(self, value: Any, at: Path) -> Any:
-        for one in value if isinstance(value, list) else [value]:
+        for one in _listed(value):
             if one not in TYPES:
                 raise _wrong(at, f"{one!r} is not one of {', '.join(TYPES)}")
         return value
 
     def value(self, value: Any, at: Path) -> Any:
-        """A value of `const` or `enum`: every text and number in it must be one that can be written."""
+        """Check a value of `const` or `enum`: it must be possible to generate all strings and numbers in it."""
         if isinstance(value, dict):
             for name, one in value.items():
                 _check_text(name, at)
@@ -290,7 +325,7 @@ class _Walk:
         return value
 
     def exclusive(self, value: Any, at: Path) -> Any:
-        """A bound, or a flag of `minimum` and `maximum` as draft 4 has it."""
+        """Check an exclusive bound, or in draft 4 the flag that makes `minimum` or `maximum` exclusive."""
         return value if isinstance(value, bool) else self.number(value, at)
 
     def step(self, value: Any, at: Path) -> Any:
@@ -299,12 +334,14 @@ class _Walk:
         return value
 
     def count(self, value: Any, at: Path) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf or value != int(value):
             raise _wrong(at, "must be an integer of at least 0")
-        return int(value)
+        if value > MAX_COUNT and at[-1].startswith("min"):
+            raise _wrong(at, f"must be at most {MAX_COUNT}")
+        return min(int(value), MAX_COUNT)
 
     def format_(self, value: Any, at: Path) -> str:
-        if value not in PATTERNS:
+        if not isinstance(value, str) or value not in PATTERNS:
             raise _wrong(at, f"{value!r} is not one of {', '.join(sorted(PATTERNS))}")
         return str(value)
 
@@ -341,7 +378,19 @@ _KEYWORDS: dict[str, _Handler] = {
     "exclusiveMaximum": _Walk.exclusive,
     "multipleOf": _Walk.step,
 }
-"""Every keyword that restricts, and is enforced."""
+"""The keywords that restrict and are enforced, with their checks."""
+
+
+def _spell_out(schema: dict[str, Any], names: list[str], at: Path) -> None:
+    """Give an object these properties and no others, each with the schema of `additionalProperties`.
+
+    A pattern of the names would do, too, but llguidance lets a comma follow the last name that it allows.
+    """
+    values = schema.get("additionalProperties", True)
+    if len(names) * len(json.dumps(values)) > MAX_SPELT_OUT:
+        raise _wrong(at, "propertyNames lists too many names for the size of additionalProperties")
+    schema["properties"] = dict.fromkeys(names, values)
+    schema["additionalProperties"] = False
 
 
 def _check_combinations(schema: dict[str, Any], at: Path) -> None:
@@ -350,18 +399,22 @@ def _check_combinations(schema: dict[str, Any], at: Path) -> None:
     least = schema.get("minProperties", 0)
     sure = len(set(schema.get("required", ())))
     if least > sure + 1:
-        # A grammar cannot tell keys that it has seen: the same key twice would count twice.
+        # A grammar does not remember keys, so a key that is there twice would count twice.
         raise _wrong(at, f"minProperties above the number of required properties + 1 ({sure + 1}) is not supported")
 
 
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def _bounds(schema: dict[str, Any], name: str) -> list[float]:
-    """The bounds `name` (`minimum` or `maximum`) of a schema, inclusive and exclusive."""
+    """Return the inclusive and exclusive bounds `name` (`minimum` or `maximum`) of a schema."""
     values = (schema.get(name), schema.get(f"exclusive{name.title()}"))
     return [value for value in values if value is not None and not isinstance(value, bool)]
 
 
 def _exclusive_bound(schema: dict[str, Any], name: str) -> float | None:
-    """The exclusive bound of a schema on the side of `name`, if it has one; in draft 4 a flag makes `name` one."""
+    """Return the exclusive bound `name` of a schema, if any; in draft 4 a flag makes `name` exclusive."""
     value = schema.get(f"exclusive{name.title()}")
     if value is True:
         value = schema.get(name)
@@ -369,7 +422,7 @@ def _exclusive_bound(schema: dict[str, Any], name: str) -> float | None:
 
 
 def _replace_format(schema: dict[str, Any]) -> None:
-    """Put the pattern of a format in its place: llguidance's own are looser."""
+    """Replace a format by its pattern, since the formats of llguidance are less strict."""
     name = schema.pop("format", None)
     if name is None:
         return

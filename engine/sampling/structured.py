@@ -1,7 +1,7 @@
-"""Structured output: grammars compiled by llguidance, and masks of the ids that may come next.
+"""Structured output: grammars compiled by llguidance, and masks of the ids that they allow next.
 
-A `Grammar` is compiled once, off the step's thread, and kept in a bounded cache; each choice gets a `Matcher` of its
-own, which lives in its `Sequence` and so survives preemption.
+A `Grammar` is compiled once, not on the engine's thread, and kept in a bounded cache. The `Matcher` of each choice is
+part of its `Sequence`, so a preemption does not lose it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.request import GrammarError, GrammarUndecided
 from engine.sampling.guard import Guard, GuardFailed, compile_source
-from engine.sampling.patterns import translate
+from engine.sampling.patterns import exactly, translate
 from engine.sampling.schema import prepare
 
 if TYPE_CHECKING:
@@ -40,39 +40,39 @@ __all__ = [
 Kind = Literal["json_object", "json", "regex", "grammar", "choice"]
 
 MAX_SPEC_BYTES = 256 * 1024
-"""Larger schemas, patterns and grammars are refused."""
+"""Maximum size of a schema, pattern or grammar."""
 REFUSED_SECONDS = 60.0
-"""How long a refusal is remembered: what was refused for its cost may pass on a quieter machine."""
+"""Seconds for which a refusal is cached: a grammar that took too long may compile later."""
 _LINE = 200
 _JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'}
-"""Compact JSON: free white space would let a model go on for ever without breaking a rule. No `\\uXXXX`: an open object
-could otherwise repeat a property under an escaped name, past that property's schema."""
+"""Compact JSON, since a model could generate white space without end. No `\\uXXXX`, since an open object could repeat a
+property under an escaped name, which the schema of the property would not apply to."""
 
 
 class Matcher(Protocol):
-    """How far one text has come in its grammar."""
+    """State of a grammar after the ids of one text."""
 
     def fill(self, mask: Tensor, row: int) -> None:
-        """Write which ids may come next to `mask[row]` (int32 bits)."""
+        """Write the allowed next ids to `mask[row]`, one bit for each id, int32 `[rows, ids / 32]`."""
         ...
 
     def accept(self, token: int) -> bool:
-        """Advance by one id; False if the grammar does not allow it here."""
+        """Advance by one id; return False if the grammar does not allow it here."""
         ...
 
     @property
     def complete(self) -> bool:
-        """Whether nothing may follow."""
+        """Whether the text matches the grammar and no id may follow."""
         ...
 
     @property
     def error(self) -> str | None:
-        """What went wrong in the grammar's machinery, if anything did; it stays wrong."""
+        """Error of the grammar engine, if there was one; the matcher cannot be used any more."""
         ...
 
 
 class Grammar:
-    """A compiled grammar; `matcher` gives a fresh start.
+    """A compiled grammar.
 
     Raises:
         GrammarError: it cannot be compiled, or no text matches it.
@@ -85,14 +85,15 @@ class Grammar:
             raise GrammarError(explain(self._first.get_error()))
 
     def matcher(self) -> GuidanceMatcher:
+        """Return a matcher at the beginning of a text."""
         return GuidanceMatcher(self._first.deep_copy(), self._words)
 
 
 class GuidanceMatcher:
-    """`Matcher` by llguidance."""
+    """`Matcher` that uses llguidance."""
 
     def __init__(self, matcher: llguidance.LLMatcher, words: int) -> None:
-        """`words`: int32s of a mask over all ids that the matcher knows."""
+        """Wrap a matcher of llguidance, whose mask over all of its ids has `words` int32."""
         self._matcher = matcher
         self._words = words
 
@@ -117,16 +118,16 @@ class GuidanceMatcher:
 
 
 class _Known(NamedTuple):
-    """What came of compiling a grammar, and until which `time.monotonic()` that is remembered."""
+    """The outcome of compiling a grammar, and the `time.monotonic()` at which the cache forgets it."""
 
     outcome: Grammar | GrammarError
     until: float
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, and remembers them, and for a while what it refused.
+    """Compiles grammars for one tokenizer, with a cache of grammars and of refusals.
 
-    A new grammar is tried in another process first, see `engine.sampling.guard`. Any thread may call `compile`.
+    A new grammar is first compiled in a child process, see `engine.sampling.guard`. Any thread may call `compile`.
     """
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, guard: Guard | None = None, cache_size: int = 128) -> None:
@@ -137,11 +138,12 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(self, kind: Kind, spec: Any) -> Grammar:
-        """A grammar of `spec`: a JSON schema, a pattern, a Lark grammar or a list of strings, by `kind`.
+        """Compile `spec`, which is, by `kind`, a JSON schema, a pattern, a Lark grammar or a list of strings.
 
         Raises:
-            GrammarError: it is not one, is too large, or uses what is not supported; the message names it.
-            GrammarUndecided: nothing was found out, and nothing is remembered: ask again later.
+            GrammarError: `spec` is invalid or too large, or it uses something that is not supported, which the message
+                names.
+            GrammarUndecided: the check could not run; nothing is cached, and a retry may succeed.
         """
         text = spec if isinstance(spec, str) else json.dumps(spec, ensure_ascii=False)
         if len(text.encode(errors="surrogatepass")) > MAX_SPEC_BYTES:
@@ -158,6 +160,14 @@ class GrammarCompiler:
         if isinstance(known.outcome, GrammarError):
             raise GrammarError(str(known.outcome))
         return known.outcome
+
+    def check(self) -> None:
+        """Try a small fixed grammar in the other process.
+
+        Raises:
+            GrammarUndecided: that process fails even for this grammar, so no other grammar is to blame.
+        """
+        self._compile("choice", ["a"])
 
     def _find(self, key: tuple[Kind, str]) -> _Known | None:
         with self._lock:
@@ -183,10 +193,10 @@ class GrammarCompiler:
 
 
 def _source(kind: Kind, spec: Any) -> str:
-    """The grammar as llguidance reads it.
+    """Return the grammar in the format of llguidance.
 
     Raises:
-        ValueError, TypeError, RecursionError: it is none.
+        ValueError, TypeError, RecursionError: `spec` is invalid.
     """
     match kind:
         case "json_object":
@@ -196,7 +206,7 @@ def _source(kind: Kind, spec: Any) -> str:
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(translate(spec))
         case "choice":
-            return llguidance.LLMatcher.grammar_from_regex("|".join(f"({_literal(option)})" for option in spec))
+            return llguidance.LLMatcher.grammar_from_regex("|".join(f"({exactly(option)})" for option in spec))
         case "grammar":
             return llguidance.grammar_from("grammar", spec)
 
@@ -205,13 +215,8 @@ def _json_source(schema: dict[str, Any]) -> str:
     return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
 
 
-def _literal(text: str) -> str:
-    """A pattern of this text alone."""
-    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
-
-
 def explain(problem: str) -> str:
-    """One short line of what llguidance says: the first, and the one that gives a reason, if any."""
+    """Shorten a message of llguidance to one line: its first line, and the line with the reason, if any."""
     lines = problem.strip().splitlines() or ["not a valid grammar"]
     if lines[0].startswith("NoExtension"):
         return "no text matches it"
@@ -223,7 +228,12 @@ def explain(problem: str) -> str:
 
 
 def apply_masks(logits: Tensor, matchers: dict[int, Matcher]) -> None:
-    """Set to -inf what the matcher of each row forbids; `logits` is `[R, ids]`, keys are rows."""
+    """Set the logits of forbidden ids to -inf.
+
+    Args:
+        logits: `[R, ids]`; changed in place.
+        matchers: row → matcher of its text; other rows stay as they are.
+    """
     if not matchers:
         return
     rows = list(matchers)

@@ -1,4 +1,4 @@
-"""From sampled ids to text that may be sent: whole characters only, nothing that a stop string may still cut."""
+"""Turns sampled ids into text that can be sent: whole characters, without text that a stop string may still cut off."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 TokenBytes = Callable[[int, bool], bytes]
-"""(id, skip special tokens) → the bytes that the id stands for."""
+"""(id, skip special tokens) → the bytes of the id."""
 
 
 class Detokenizer:
-    """Ids in, text out, one id at a time: the bytes of the ids, read as UTF-8.
+    """Decodes the bytes of ids as UTF-8, one id at a time.
 
-    Text is withheld while its last character is incomplete, at most three bytes, however many ids without bytes
-    (special tokens) come in between. Bytes that are no UTF-8 become U+FFFD at once, so that text flows for models that
-    emit broken bytes without end.
+    An incomplete last character (at most three bytes) is withheld, also over ids without bytes (special tokens).
+    Invalid bytes become U+FFFD at once, so that a model that emits only such bytes withholds nothing.
     """
 
     def __init__(self, token_bytes: TokenBytes, skip_special_tokens: bool) -> None:
@@ -24,26 +23,26 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """The text that `token` completes; empty while a character is incomplete."""
+        """Add an id; return the text that it completes, which is empty while a character is incomplete."""
         return self._utf8.decode(self._token_bytes(token, self._skip))
 
 
 class TextStream:
-    """The text of one choice: detokenised, searched for stop strings, ready to be sent piece by piece.
+    """The text of one choice: decodes ids, finds stop strings, and releases the text that can be sent.
 
-    A stop string is found when its last character arrives, whatever the token borders; where two end at the same
-    character, the one that began first. Only a real beginning of a stop string is held back, never a fixed length.
+    A stop string is found when its last character arrives, wherever tokens begin and end; of two that end at the same
+    character, the longer one counts. Text is withheld only while it is the beginning of a stop string.
     """
 
     def __init__(self, token_bytes: TokenBytes, stops: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
         self._detokenizer = Detokenizer(token_bytes, skip_special_tokens)
         self._stops = tuple(stops)
         self._decoded = 0
-        """Characters decoded so far."""
+        """Number of characters decoded so far."""
         self._emitted = 0
-        """Characters that are safe to send."""
+        """Number of characters that can be sent."""
         self._starts: deque[int] = deque()
-        """Where the text of each id begins that `take` has not given out yet."""
+        """Offset, in characters, of the text of each id that `take` has not returned yet."""
         self._over = False
         self._held = ""
         """Text that may be the beginning of a stop string."""
@@ -51,28 +50,30 @@ class TextStream:
         self._unsent: list[str] = []
 
     def push(self, token: int, stops_active: bool = True) -> str | None:
-        """Add one id; returns the stop string that it completed, if any. The text then ends before that string.
+        """Add an id; return the stop string that it completes, if any. The text then ends before that string.
 
-        With `stops_active` false nothing stops, and what was complete by then does not stop later either.
+        Args:
+            token: the id.
+            stops_active: False: stop strings that this id completes are text, now and later.
         """
         self._starts.append(self._decoded)
         return self._search(self._detokenizer.push(token), stops_active)
 
     def add_silent(self) -> None:
-        """Count one id that has no text and belongs to the end: an end-of-sequence or stop id."""
+        """Add an id that has no text: an end-of-sequence id or a stop id."""
         self._starts.append(self._decoded)
 
     def finish(self) -> None:
-        """The last id is in: let go of everything withheld. A last character that is incomplete is no text."""
+        """Release all withheld text after the last id. An incomplete last character is dropped."""
         self._emit(self._held)
         self._held = ""
         self._over = True
 
     def take(self) -> tuple[str, int]:
-        """(the text that became safe to send since the last call, how many ids it carries).
+        """Return the text that can be sent since the last call, and the number of ids that belong to it.
 
-        An id goes out with the first character of its text; at the end those without text do too. Ids whose text a stop
-        string has cut off entirely never go out, so that text, ids and all that comes with them end at the same place.
+        An id belongs to the first character of its text; ids without text at the end are counted, too. Ids whose whole
+        text a stop string cut off are never counted, so that text, ids and logprobs end at the same place.
         """
         text = "".join(self._unsent)
         self._sent.append(text)
@@ -85,7 +86,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """All text that is safe to send, taken or not."""
+        """All text that can be sent, also the text that `take` returned."""
         return "".join(self._sent) + "".join(self._unsent)
 
     def _emit(self, text: str) -> None:
@@ -112,7 +113,12 @@ class TextStream:
         return None
 
     def _first_stop(self, buffer: str, old: int) -> tuple[int, str] | None:
-        """(start, stop string) of the one that ends first; the first `old` characters were searched before."""
+        """Return (start, stop string) of the stop string that ends first.
+
+        Args:
+            buffer: withheld and new text.
+            old: number of its first characters that were searched before.
+        """
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
             start = buffer.find(stop, max(0, old - len(stop) + 1))
@@ -121,7 +127,7 @@ class TextStream:
         return None if best is None else best[1:]
 
     def _open_stop(self, buffer: str) -> int:
-        """Length of the longest end of `buffer` that begins a stop string."""
+        """Return the length of the longest suffix of `buffer` that is the beginning of a stop string."""
         longest = max(len(stop) for stop in self._stops) - 1
         for length in range(min(longest, len(buffer)), 0, -1):
             tail = buffer[-length:]

@@ -1,14 +1,14 @@
-"""Memory as numbers: which blocks hold a sequence's tokens, on the device and in the host tier.
+"""Which blocks hold the tokens of each sequence, on the device and in the host tier.
 
-    table of a sequence   [ 7 | 3 | 9 ]           device block ids, in the order of its tokens
-                            │   │   └ partial: never hashed; shared between forks until one of them writes
-                            │   └──── full and computed: findable under hash(parent hash, its token ids)
-                            └──────── full and computed, perhaps in other tables too (reference count 2)
+    block table of a sequence   [ 7 | 3 | 9 ]     device block ids, in the order of its tokens
+                                  │   │   └ partial: never hashed; forks share it until one of them writes to it
+                                  │   └──── full and computed: findable under hash(parent hash, its token ids)
+                                  └──────── full and computed; in two block tables (reference count 2)
 
-    host tier             the same for blocks that left the device: those of swapped sequences (held), and prefixes that
-                          were evicted (findable until reused). A full block is there once, whoever needs it.
+The host tier holds blocks that left the device: those of swapped sequences (referenced), and evicted prefixes (findable
+until reused). It holds a full block once, however many sequences use it.
 
-No tensor here: what is to be copied is listed in `moves`, which the next plan takes along.
+There are block ids here, but no tensors: the copies to make are listed in `moves`, and the next plan contains them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from engine.sequence import Sequence
 __all__ = ["BlockManager", "Hit", "IntegrityError", "Moves"]
 
 _ROOT = b"tokenmill kv block 1\0"
-"""Tags the hash chain: a change of what a block holds gets another tag."""
+"""Start of each hash chain; change it when the content of a block changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Where computed tokens of one block are: on the device, or (block is None) in a slot of the host tier."""
+    """The place of a computed block: on the device, or (if `block` is None) in a slot of the host tier."""
 
     block: int | None
     slot: int | None = None
@@ -38,9 +38,9 @@ class Hit:
 
 @dataclass
 class Moves:
-    """Copies that must be made before the next forward, in this order; each list reads before it writes.
+    """Copies to make before the next forward pass: `out`, then `into`, then `copies`; each reads before it writes.
 
-    What they bring is findable at once: whoever finds it computes in that forward at the earliest.
+    A target is findable at once: a sequence that finds it computes in the next forward pass at the earliest.
     """
 
     out: list[tuple[int, int]] = field(default_factory=list)
@@ -48,13 +48,13 @@ class Moves:
     into: list[tuple[int, int]] = field(default_factory=list)
     """(host slot, device block)."""
     copies: dict[int, int] = field(default_factory=dict)
-    """Device block to write → device block to read."""
+    """Target device block → source device block."""
     slots: list[int] = field(default_factory=list)
-    """Host slots that are let go of once everything is copied: until then nothing may overwrite them."""
+    """Host slots whose references are released after all copies, so that nothing overwrites them before."""
 
 
 class BlockManager:
-    """Blocks of `block_size` tokens, shared by reference between sequences with the same prefix."""
+    """Gives blocks of `block_size` tokens to sequences; sequences with the same prefix share blocks."""
 
     def __init__(self, num_blocks: int, block_size: int, *, host_slots: int = 0, prefix_caching: bool = True) -> None:
         self.block_size = block_size
@@ -72,11 +72,11 @@ class BlockManager:
         return self.device.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold `num_tokens` tokens."""
+        """Return how many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def block_hash(self, seq: Sequence, i: int) -> bytes:
-        """The chained 128-bit hash of full block `i`: a function of all ids up to its end and of the cache salt."""
+        """Return the chained 128-bit hash of full block `i`, a function of all ids up to its end and the cache salt."""
         size, memo = self.block_size, seq.block_hashes
         while len(memo) <= i:
             parent = memo[-1] if memo else _root(seq.request.cache_salt)
@@ -84,10 +84,10 @@ class BlockManager:
             memo.append(hashlib.blake2b(array("q", ids).tobytes(), key=parent, digest_size=16).digest())
         return memo[i]
 
-    # ── what is there already ─────────────────────────────────────────────────────────────────────────────────────
+    # ── finding computed blocks ───────────────────────────────────────────────────────────────────────────────────
 
     def match(self, seq: Sequence) -> list[Hit]:
-        """The longest prefix of a waiting sequence in either tier, leaving at least one token to compute."""
+        """Find the longest computed prefix of a waiting sequence, in either tier; one token at least is left out."""
         hits: list[Hit] = []
         if self.prefix_caching and not seq.wants_prompt_logprobs:
             for i in range((seq.num_tokens - 1) // self.block_size):
@@ -98,7 +98,7 @@ class BlockManager:
         return hits
 
     def swapped(self, seq: Sequence) -> list[Hit]:
-        """Where the blocks of a swapped sequence are: some may still be on the device, held by others or just freed."""
+        """Find the blocks of a swapped sequence; some may be on the device, used by other sequences or not reused."""
         full = seq.num_computed_tokens // self.block_size
         hits = [self._find(self.block_hash(seq, i)) if i < full else None for i in range(len(seq.host_table))]
         return [
@@ -114,28 +114,35 @@ class BlockManager:
         return None if slot is None else Hit(None, slot)
 
     def room_for(self, num_tokens: int, hits: list[Hit]) -> int:
-        """Free blocks left if a sequence with these hits got room for `num_tokens` tokens; may be negative."""
-        there = [hit.block for hit in hits if hit.block is not None]
-        revived = sum(1 for block in there if not self.device.refs[block])
-        return self.device.num_free - revived - (self.blocks_for(num_tokens) - len(there))
+        """Return how many blocks stay free if a sequence with these hits gets blocks for `num_tokens` tokens.
 
-    # ── giving ────────────────────────────────────────────────────────────────────────────────────────────────────
+        A negative number means that as many blocks are missing.
+        """
+        found = [hit.block for hit in hits if hit.block is not None]
+        unused = sum(1 for block in found if not self.device.refs[block])
+        return self.device.num_free - unused - (self.blocks_for(num_tokens) - len(found))
+
+    # ── giving blocks to sequences ────────────────────────────────────────────────────────────────────────────────
 
     def adopt(self, seq: Sequence, hits: list[Hit], computed: int) -> None:
-        """Start the table of `seq` with `hits`, which hold its first `computed` tokens. `room_for` has said yes."""
-        for hit in hits:  # held first, so that making room for the others cannot evict them
+        """Start the block table of `seq` with `hits`, which hold its first `computed` tokens.
+
+        Call `room_for` first: there must be enough free blocks.
+        """
+        for hit in hits:  # before `_load`, which takes free blocks and could take these
             if hit.block is not None:
                 self.device.hold(hit.block)
             elif hit.slot is not None:
                 self.host.hold(hit.slot)
                 self._moves.slots.append(hit.slot)
-        seq.block_table = [self._load(hit, seq, i) for i, hit in enumerate(hits)]
+        seq.block_table = [self._load(hit) for hit in hits]
         seq.num_computed_tokens = computed
         for slot in seq.host_table:
             self._moves.slots.append(slot)
         seq.host_table = []
 
-    def _load(self, hit: Hit, seq: Sequence, i: int) -> int:
+    def _load(self, hit: Hit) -> int:
+        """Return the device block of a hit; list the copy from the host tier if it is there."""
         if hit.block is not None:
             return hit.block
         block = self._take()
@@ -147,9 +154,10 @@ class BlockManager:
         return block
 
     def allocate(self, seq: Sequence, num_tokens: int) -> bool:
-        """Make the table of `seq` hold `num_tokens` tokens, all uncomputed ones in blocks that it may write.
+        """Extend the block table of `seq` to `num_tokens` tokens; uncomputed tokens get blocks that it alone uses.
 
-        False, and nothing changed, if there is no room now.
+        Returns:
+            False, and nothing is changed, if not enough blocks are free.
         """
         table, size = seq.block_table, self.block_size
         need = -(-num_tokens // size) - len(table)
@@ -159,7 +167,7 @@ class BlockManager:
             return True
         if need + forked > self.device.num_free:
             return False
-        if forked:  # copy on write: the block stays with whoever else holds it
+        if forked:  # copy on write: the other sequences keep the block
             copy = self._take()
             self._moves.copies[copy] = table[i]
             self.device.release(table[i])
@@ -169,39 +177,39 @@ class BlockManager:
         return True
 
     def fork(self, seq: Sequence, child: Sequence) -> None:
-        """Let `child` share all computed tokens of `seq`, its partial last block included."""
+        """Let `child` share all computed blocks of `seq`, its partial last block included."""
         child.block_table = seq.block_table[: self.blocks_for(seq.num_computed_tokens)]
         child.num_computed_tokens = seq.num_computed_tokens
         for block in child.block_table:
             self.device.hold(block)
 
     def register(self, seq: Sequence, start: int) -> None:
-        """Make findable the full blocks that tokens computed since `start` completed; call it after their forward."""
+        """Make the blocks findable that are full since token `start` was computed; call it after the forward pass."""
         if self.prefix_caching:
             for i in range(start // self.block_size, seq.num_computed_tokens // self.block_size):
                 self.device.tag(seq.block_table[i], self.block_hash(seq, i))
 
     def _take(self) -> int:
-        """A device block to write to; a prefix that it held goes to the host tier, if that has room."""
+        """Take a free device block; a prefix that it held is copied to the host tier, if a slot is free there."""
         block, digest = self.device.take()
-        self._moves.copies.pop(block, None)  # whoever wanted that copy has left again
+        self._moves.copies.pop(block, None)  # the sequence that the copy was for has ended or was preempted
         if digest is not None and self.host.num_free and self.host.find(digest) is None:
             self._moves.slots.append(self._store(block, digest))
         return block
 
     def _store(self, block: int, digest: bytes | None) -> int:
-        """A held host slot that the block will be copied to."""
+        """Take a host slot and list the copy of a device block to it."""
         slot, _ = self.host.take()
         if digest is not None:
             self.host.tag(slot, digest)
-        # A copy on write that is still to be made is read at its source: copies come after what goes out.
+        # If the block is itself the target of a copy that is not made yet, read its source: `copies` come after `out`.
         self._moves.out.append((self._moves.copies.get(block, block), slot))
         return slot
 
-    # ── taking away ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── taking blocks from sequences ──────────────────────────────────────────────────────────────────────────────
 
     def free(self, seq: Sequence) -> None:
-        """Take everything from `seq`, in both tiers; its tokens no longer count as computed."""
+        """Release all blocks of `seq` in both tiers; none of its tokens counts as computed any more."""
         self._release(seq.block_table)
         for slot in seq.host_table:
             self.host.release(slot)
@@ -209,25 +217,27 @@ class BlockManager:
         seq.num_computed_tokens = 0
 
     def swap_out(self, seq: Sequence) -> bool:
-        """Move `seq` to the host tier; False, and nothing changed, if that has no room for all of it.
+        """Move the blocks of `seq` to the host tier. A block that is there already is not copied again.
 
-        What others hold as well, and what the tier has already, is not copied again. A partial block that is shared
-        with a fork is dropped: its few tokens are computed again.
+        A partial block that is shared with a fork is dropped: its tokens are computed again.
+
+        Returns:
+            False, and nothing is changed, if the host tier has not enough free slots.
         """
         full, partial = divmod(seq.num_computed_tokens, self.block_size)
         digests: list[bytes | None] = [self.block_hash(seq, i) for i in range(full)]
         if partial and self.device.refs[seq.block_table[full]] == 1:
             digests.append(None)
-        there = [None if d is None else self.host.find(d) for d in digests]
-        revived = sum(1 for slot in there if slot is not None and not self.host.refs[slot])
-        if sum(1 for slot in there if slot is None) > self.host.num_free - revived:
+        found = [None if d is None else self.host.find(d) for d in digests]
+        unused = sum(1 for slot in found if slot is not None and not self.host.refs[slot])
+        if sum(1 for slot in found if slot is None) > self.host.num_free - unused:
             return False
-        for slot in there:
+        for slot in found:
             if slot is not None:
                 self.host.hold(slot)
         computed = seq.num_computed_tokens if len(digests) > full else full * self.block_size
         seq.host_table = [
-            self._store(seq.block_table[i], digests[i]) if slot is None else slot for i, slot in enumerate(there)
+            self._store(seq.block_table[i], digests[i]) if slot is None else slot for i, slot in enumerate(found)
         ]
         self._release(seq.block_table)
         seq.block_table = []
@@ -235,13 +245,13 @@ class BlockManager:
         return True
 
     def trim(self, seq: Sequence) -> None:
-        """Give back the blocks past the computed tokens: what an abandoned plan had reserved."""
+        """Release the blocks after the computed tokens, which an abandoned plan had reserved."""
         keep = self.blocks_for(seq.num_computed_tokens)
         self._release(seq.block_table[keep:])
         del seq.block_table[keep:]
 
     def _release(self, blocks: list[int]) -> None:
-        """Last block first, so that the end of a prefix is reused before its beginning."""
+        """Release blocks, the last one first, so that the end of a prefix is reused before its beginning."""
         for block in reversed(blocks):
             self.device.release(block)
 
@@ -249,27 +259,32 @@ class BlockManager:
 
     @property
     def moves(self) -> Moves:
-        """The copies listed since the last `moved`."""
+        """The copies to make, listed since the last call of `moved`."""
         return self._moves
 
     def moved(self) -> None:
-        """The copies have been made."""
+        """Record that the copies were made."""
         moves, self._moves = self._moves, Moves()
         for slot in moves.slots:
             self.host.release(slot)
 
+    def check_idle(self) -> str | None:
+        """Check both tiers while no sequence is live, see `BlockPool.check_idle`."""
+        found = [leak for pool in (self.device, self.host) if (leak := pool.check_idle()) is not None]
+        return "; ".join(found) or None
+
     def check_integrity(self, live: Iterable[Sequence]) -> None:
-        """Compare the books with the tables of all live sequences.
+        """Compare the reference counts of both tiers with the block tables of all live sequences.
 
         Raises:
-            IntegrityError: something leaked or is counted wrongly, in either tier.
+            IntegrityError: a block leaked, or a reference count is wrong.
         """
         device, host = Counter[int](), Counter[int](self._moves.slots)
         for seq in live:
             if len(set(seq.block_table)) != len(seq.block_table):
                 raise IntegrityError(f"{seq!r} holds a block twice")
             if max(len(seq.block_table), len(seq.host_table)) < self.blocks_for(seq.num_computed_tokens):
-                raise IntegrityError(f"{seq!r} has computed more than its blocks hold")
+                raise IntegrityError(f"{seq!r} has more computed tokens than its blocks hold")
             device.update(seq.block_table)
             host.update(seq.host_table)
         self.device.check_integrity(device)
@@ -277,6 +292,6 @@ class BlockManager:
 
 
 def _root(salt: str) -> bytes:
-    """The parent of the first block. blake2b takes up to 64 bytes of key, so that a longer salt is condensed first."""
+    """Return the parent hash of the first block. A blake2b key has at most 64 bytes: a longer salt is hashed first."""
     root = _ROOT + salt.encode()
     return root if len(root) <= 64 else hashlib.blake2b(root, digest_size=64).digest()

@@ -1,30 +1,37 @@
-"""When requests expire, without a look at those that don't."""
+"""Finds the requests whose deadline has passed, without scanning all requests."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping
 
-from engine.request import Request
+from engine.sequence import RequestState
 
 
 class Deadlines:
-    """A heap by deadline. An entry outlives its request until it surfaces, or until `clear`."""
+    """A heap of requests by deadline. The entry of an ended request stays until its deadline, or until `clear`."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, str]] = []
 
-    def add(self, request: Request) -> None:
-        """Watch a request that has a deadline and an arrival number."""
+    def add(self, state: RequestState) -> None:
+        """Add a request; a request without a deadline is ignored."""
+        request = state.request
         if request.deadline is not None:
-            heapq.heappush(self._heap, (request.deadline, request.arrival, request.id))
+            heapq.heappush(self._heap, (request.deadline, state.arrival, request.id))
 
-    def due(self, now: float, live: Mapping[str, Request]) -> Iterator[str]:
-        """The live requests whose deadline has passed, each once; a later request of the same id is another."""
+    def due(self, now: float, live: Mapping[str, RequestState]) -> Iterator[str]:
+        """Yield the id of each live request whose deadline has passed, once.
+
+        Args:
+            now: seconds on the clock of `Request.deadline`.
+            live: requests by id. An entry with another arrival number belongs to an earlier request of the same id.
+        """
         while self._heap and self._heap[0][0] <= now:
             _, arrival, request_id = heapq.heappop(self._heap)
             if request_id in live and live[request_id].arrival == arrival:
                 yield request_id
 
     def clear(self) -> None:
+        """Remove all entries; call it when no request is live."""
         self._heap.clear()

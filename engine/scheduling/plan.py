@@ -1,35 +1,36 @@
-"""What one step will do: a `Plan` made by the scheduler, executed by the runner, then committed or abandoned."""
+"""What one step does: a `Plan`, which the scheduler makes, the runner executes, and `commit` or `abandon` ends."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.sequence import Sequence
+from engine.sequence import RequestState, Sequence
 
 Copies = tuple[tuple[int, int], ...]
+"""(source, target) of each copy of a block."""
 
 
 class Slice(NamedTuple):
-    """Compute tokens `[start, start + num_tokens)` of a sequence."""
+    """Compute the tokens `[start, start + num_tokens)` of a sequence."""
 
     seq: Sequence
     start: int
     num_tokens: int
     samples: bool
-    """Whether this reaches the last known token, so that the next one is sampled from its logits."""
+    """Whether the slice ends at the last known token, so that the next token is sampled from its logits."""
     forks: tuple[Sequence, ...] = ()
-    """Choices that start from here: each samples a token of its own from the same logits and shares the blocks."""
+    """Choices to fork after this slice: each samples its own token from the same logits and shares the blocks."""
 
     @property
     def sampling(self) -> tuple[Sequence, ...]:
-        """Who gets a token from the last row of this slice."""
+        """The sequences that sample a token from the last row of this slice."""
         return (self.seq, *self.forks) if self.samples else ()
 
     @property
     def prompt_rows(self) -> range:
-        """The positions in this slice whose logits are wanted for the prompt id after them."""
+        """The positions in this slice whose logits give the logprob of the next prompt id, where requested."""
         seq = self.seq
         if not seq.wants_prompt_logprobs:
             return range(0)
@@ -40,20 +41,20 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step, immutable. An empty plan is legal: there was no room, or nothing to do."""
+    """One step, immutable. A plan without slices is legal: no block was free, or no sequence can run."""
 
     slices: tuple[Slice, ...] = ()
     """Decodes first, then prefill chunks, each sequence at most once."""
     admitted: tuple[Sequence, ...] = ()
-    """Who left WAITING in this step; they go back there if the plan is abandoned."""
+    """Sequences that left WAITING in this step; `abandon` moves them back."""
     preempted: tuple[Sequence, ...] = ()
-    """Who lost their device blocks in this step."""
+    """Sequences that lost their device blocks in this step."""
     swap_out: Copies = ()
-    """(device block, host slot): copies to make before the forward, first of all."""
+    """(device block, host slot): to be copied before the forward pass, first of all."""
     swap_in: Copies = ()
-    """(host slot, device block): copies to make after those."""
+    """(host slot, device block): to be copied after `swap_out`."""
     copies: Copies = ()
-    """(device block, device block): copies to make after those; all are read before any is written."""
+    """(device block, device block): to be copied after `swap_in`; all are read before any is written."""
 
     @property
     def moves(self) -> bool:
@@ -66,17 +67,38 @@ class Plan:
 
     @property
     def sampling(self) -> tuple[Sequence, ...]:
-        """Who gets a token, in order."""
+        """The sequences that sample a token, in the order of the sampled rows."""
         return tuple(seq for piece in self.slices for seq in piece.sampling)
 
     def runnable(self) -> Plan:
-        """The same plan less the sequences that have ended since it was made, or that are on hold. Copies stay."""
+        """Return this plan without sequences that have ended since it was made or that are on hold. Copies stay."""
         return dataclasses.replace(
             self,
             slices=tuple(
                 piece._replace(forks=tuple(f for f in piece.forks if not f.status.ended))
                 for piece in self.slices
-                if not piece.seq.status.ended and not piece.seq.request.on_hold
+                if not piece.seq.status.ended and not piece.seq.state.on_hold
             ),
             admitted=tuple(seq for seq in self.admitted if not seq.status.ended),
         )
+
+
+@dataclass
+class Draft:
+    """A plan that the scheduler is still making."""
+
+    budget: int
+    """Tokens that the step may compute beyond `counts`."""
+    only: RequestState | None
+    """The only request whose sequences may run; None: all requests."""
+    counts: dict[Sequence, int] = field(default_factory=dict)
+    """Tokens to compute of each sequence."""
+    admitted: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    forks: dict[Sequence, tuple[Sequence, ...]] = field(default_factory=dict)
+    num_started: int = 0
+    """Number of WAITING and SWAPPED sequences that moved to RUNNING."""
+
+    def includes(self, seq: Sequence) -> bool:
+        """Return whether this sequence may run in the step."""
+        return self.only is None or seq.state is self.only

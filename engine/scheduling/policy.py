@@ -1,4 +1,4 @@
-"""The scheduler's judgement, apart from its mechanics: who goes first, who gives way and how, who may come in."""
+"""The decisions of the scheduler, as functions: which sequence is preempted and how, and whether another one fits."""
 
 from __future__ import annotations
 
@@ -12,24 +12,16 @@ import numpy as np
 from engine.scheduling.block_pool import BlockPool
 from engine.sequence import Sequence
 
-Rank = tuple[float, tuple[int, int], int, int]
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
-def rank(seq: Sequence) -> Rank:
-    """The order of service, fixed at arrival: lower first, unique, the same before and after a preemption.
-
-    `turn` is the arrival time plus an allowance for each lower lane, so that a low request is served before those of
-    higher lanes that come much later: low ages without anybody looking at it.
-    """
-    request = seq.request
-    return (request.turn or 0.0, request.place, request.arrival, seq.index)
-
-
 def victim(running: Seq[Sequence], device: BlockPool) -> Sequence:
-    """Who loses its blocks: of the lowest lane, who loses the fewest computed tokens for each block that this frees.
+    """Return the sequence to preempt: of the lowest lane, the one that loses the fewest computed tokens for each block
+    that its preemption frees.
 
-    `running` is in the order of `rank` and not empty; of equals the last gives way.
+    Args:
+        running: candidates in the order of `Sequence.rank`, at least one; the last of several equals is returned.
+        device: the pool that holds their blocks.
     """
 
     def cost(seq: Sequence) -> tuple[float, ...]:
@@ -40,54 +32,62 @@ def victim(running: Seq[Sequence], device: BlockPool) -> Sequence:
 
 
 _RATES = {"cpu": (4e9, 2e11), "cuda": (1e10, 1e14)}
-"""Bytes a second to and from the host tier, and floating-point operations a second of a prefill: orders of magnitude
-of a small server CPU and of a current GPU on PCIe. Fixed, not measured at the start, so that decisions repeat."""
+"""Device → bytes per second to and from the host tier, and floating-point operations per second of a prefill. Orders of
+magnitude of a small server CPU and of a current GPU on PCIe; not measured at the start, so that decisions repeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreemptionCost:
-    """What one block costs, in seconds, on the device at hand."""
+    """Seconds that it costs to bring one block of a preempted sequence back."""
 
     copy: float = 0.0
-    """To copy it out and in again."""
+    """To copy the block to the host tier and back."""
     recompute: float = 1.0
-    """To compute its tokens again."""
+    """To compute the tokens of the block again."""
 
     @classmethod
     def on(cls, device: str, block_bytes: int, block_size: int, num_parameters: int) -> PreemptionCost:
-        """For a model of that many parameters: about two operations a parameter and token."""
+        """Estimate the costs on a device, `cpu` or `cuda`.
+
+        A forward pass takes about two floating-point operations for each parameter and token (Kaplan et al. 2020, 2.1).
+        """
         bandwidth, compute = _RATES.get(device, _RATES["cuda"])
         return cls(2 * block_bytes / bandwidth, 2 * num_parameters * block_size / compute)
 
     @property
     def swaps(self) -> bool:
+        """Whether a swap is cheaper than a recompute."""
         return self.copy < self.recompute
 
 
 class OutputLengths:
-    """How long outputs tend to be, learned from those that finished."""
+    """Predicts the lengths of outputs from the lengths of the last `_WINDOW` outputs that finished."""
 
     _WINDOW = 512
     _ENOUGH = 16
-    """Observations before they are trusted; until then everybody is expected to use all of `max_tokens`."""
+    """Minimum number of finished outputs; with fewer, each output is expected to reach `max_tokens`."""
     _QUANTILE = 0.5
-    """Optimistic on purpose: being wrong costs a few copies, being careful leaves room unused."""
+    """Optimistic: a wrong prediction costs a preemption, a cautious one leaves blocks unused."""
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque(maxlen=self._WINDOW)
         self._sorted: list[int] = []
 
     def learn(self, length: int) -> None:
-        """An output ended by itself after `length` tokens."""
+        """Record the length, in tokens, of an output that finished."""
         if len(self._recent) == self._WINDOW:
             del self._sorted[bisect.bisect_left(self._sorted, self._recent[0])]
         self._recent.append(length)
         bisect.insort(self._sorted, length)
 
     def remaining(self, done: Ints, limits: Ints) -> Ints:
-        """How many more tokens outputs of `done` tokens are expected to take, each at most `limits - done`.
+        """Return how many more tokens each output is expected to have, at most `limits - done`.
 
-        The quantile of those recent outputs that were longer than `done`.
+        It is the quantile of the recorded lengths above `done`, less `done`.
+
+        Args:
+            done: `[S]`, tokens that each output has.
+            limits: `[S]`, `max_tokens` of each output.
         """
         most = limits - done
         if len(self._sorted) < self._ENOUGH:
@@ -100,13 +100,19 @@ class OutputLengths:
 
 
 def peak(tokens: Ints, remaining: Ints, block_size: int) -> int:
-    """The most blocks that sequences of `tokens` tokens hold at once, if each takes `remaining` more and then leaves.
+    """Return the maximum number of blocks that sequences hold at once until all have ended.
 
-    Sorted by what remains, longest first, the most is reached just before one of them leaves: when the i-th does, it
-    and all before it have grown by its remainder, and all after it are gone (the admission rule of LightLLM).
+    With the sequences sorted by their remaining tokens, most first, the maximum is reached just before one of them
+    ends: when the i-th ends, it and all before it have grown by its remaining tokens, and all after it have ended (the
+    admission rule of LightLLM's past-future scheduler, Gong et al. 2025).
+
+    Args:
+        tokens: `[S]`, tokens that each sequence has.
+        remaining: `[S]`, tokens that each sequence still generates before it ends.
+        block_size: tokens in a block.
     """
     order = np.argsort(-remaining, kind="stable")
     left, held = remaining[order], tokens[order]
     alive = np.arange(1, len(order) + 1)
-    # Each holds a partial block: half of one on average.
+    # The last block of a sequence is half full on average.
     return int((np.cumsum(held) + alive * left + alive * (block_size // 2)).max() // block_size) if len(order) else 0

@@ -1,13 +1,13 @@
-"""Decides what each step computes: who runs, how many tokens, whose blocks are taken away.
+"""Decides what each step computes: which sequences run, how many tokens of each, and which sequence is preempted.
 
-One rule: a step moves every running sequence's `num_computed_tokens` towards its `num_tokens`, under one token budget.
-Decoding, chunked prefill, prefix hits and recomputing after a preemption are all cases of it. In order:
+A step moves the `num_computed_tokens` of each running sequence towards its `num_tokens`, under one token budget.
+Decoding, chunked prefill, prefix hits and recomputing after a preemption are all cases of this rule. The order:
 
-    running sequences (decodes, then prefill chunks), preempting where there is no room
-    → only if nothing was preempted: SWAPPED ones return, then WAITING ones come in
+    1. running sequences: decodes, then prefill chunks; preempt a sequence where no block is free
+    2. only if nothing was preempted: resume SWAPPED sequences, then admit WAITING ones
 
-`schedule()` reserves blocks and changes statuses, nothing else, and returns an immutable `Plan`. Its copies are made
-(`moved`), then it ends in exactly one `commit(plan)` or `abandon(plan)`.
+`schedule()` reserves blocks, changes statuses and returns an immutable `Plan`. The caller makes the copies of the plan
+and calls `moved`; then the plan ends in exactly one `commit(plan)` or `abandon(plan)`.
 """
 
 from __future__ import annotations
@@ -15,43 +15,26 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.request import Request
 from engine.scheduling import policy
 from engine.scheduling.block_manager import BlockManager, Hit, IntegrityError
-from engine.scheduling.plan import Plan, Slice
+from engine.scheduling.plan import Draft, Plan, Slice
 from engine.scheduling.waiting import WaitingQueue
-from engine.sequence import Sequence, SequenceStatus
+from engine.sequence import RequestState, Sequence, SequenceStatus
 
 _LOOKAHEAD = 4
-"""Blocked sequences that a step looks past."""
+"""A step tries to admit sequences behind at most this many for which there is no room."""
 _PROMPT_LOGPROBS_CHUNK = 256
-"""Tokens of a prompt whose logprobs are wanted that a step computes: each needs a row of logits."""
-
-
-@dataclass
-class _Draft:
-    """A plan in the making."""
-
-    budget: int
-    only: Request | None
-    counts: dict[Sequence, int] = field(default_factory=dict)
-    admitted: list[Sequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-    forks: dict[Sequence, tuple[Sequence, ...]] = field(default_factory=dict)
-    entered: int = 0
-    """How many came back or came in."""
-
-    def concerns(self, seq: Sequence) -> bool:
-        return self.only is None or seq.request is self.only
+"""A step computes at most this many tokens of a prompt whose logprobs are requested: each needs a row of logits."""
+_rank = attrgetter("rank")
 
 
 class Scheduler:
-    """Owns the places of live sequences: each is waiting, held back for a fork, running or swapped, in one alone."""
+    """Holds each live sequence in exactly one place: waiting, waiting to be forked, running or swapped."""
 
     def __init__(self, config: EngineConfig, cost: policy.PreemptionCost | None = None) -> None:
         self.config = config
@@ -64,44 +47,45 @@ class Scheduler:
         )
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
-        """In the order of `policy.rank`."""
+        """In the order of `Sequence.rank`."""
         self.swapped: list[Sequence] = []
-        """In the order of `policy.rank`."""
+        """In the order of `Sequence.rank`."""
+        self.children: dict[Sequence, list[Sequence]] = {}
+        """First choice → the other choices of its request, which wait to be forked when its prompt is computed."""
+        self.running_by_lane = Counter[int]()
+        """Priority → number of running sequences."""
         self.lengths = policy.OutputLengths()
         self.budget = config.max_num_batched_tokens
-        """Tokens a step may compute; lower for a while after the device ran out of memory."""
+        """Tokens that a step may compute; lower for some steps after the device ran out of memory."""
         self.swaps = 0
         self.recomputes = 0
-        self._children: dict[Sequence, list[Sequence]] = {}
-        """First choice → the other choices of its request, held back until its prompt is computed."""
-        self._lanes = Counter[int]()
-        """How many of each lane run."""
         self._watermark = int(config.watermark * config.num_blocks)
 
-    # ── places ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── adding and ending sequences ───────────────────────────────────────────────────────────────────────────────
 
-    def add(self, request: Request) -> None:
-        """Queue a request: its first choice waits, the others wait to be forked from it."""
-        first, *others = request.sequences
+    def add(self, state: RequestState) -> None:
+        """Queue a request: its first choice waits for admission, its other choices wait to be forked from the first."""
+        first, *others = state.sequences
         self.waiting.push(first)
         if others:
-            self._children[first] = others
+            self.children[first] = others
 
     @property
     def num_waiting(self) -> int:
-        return self.waiting.count + sum(len(children) for children in self._children.values())
+        """Number of WAITING sequences, those included that wait to be forked."""
+        return self.waiting.count + sum(len(children) for children in self.children.values())
 
     def end(self, seq: Sequence, status: SequenceStatus) -> None:
-        """Move a live sequence to FINISHED or CANCELLED and free its blocks in both tiers, whatever state it is in."""
+        """Move a live sequence to FINISHED or CANCELLED, from any status, and free its blocks in both tiers."""
         was = seq.status
         seq.move_to(status)
-        self._free_children(seq)
+        self._queue_children(seq)
         if was is SequenceStatus.WAITING:
-            siblings = self._children.get(seq.request.sequences[0])
+            siblings = self.children.get(seq.state.sequences[0])
             if siblings is not None and seq in siblings:
                 siblings.remove(seq)
             else:
-                self.waiting.left()
+                self.waiting.note_left()
         elif was is SequenceStatus.RUNNING:
             self._leave_running(seq)
         elif was is SequenceStatus.SWAPPED:
@@ -110,37 +94,37 @@ class Scheduler:
 
     def _join_running(self, seq: Sequence) -> None:
         seq.move_to(SequenceStatus.RUNNING)
-        bisect.insort(self.running, seq, key=policy.rank)
-        self._lanes[seq.request.priority] += 1
+        bisect.insort(self.running, seq, key=_rank)
+        self.running_by_lane[seq.request.priority] += 1
 
     def _leave_running(self, seq: Sequence) -> None:
         _remove(self.running, seq)
-        self._lanes[seq.request.priority] -= 1
-        self.waiting.will_not(seq)
+        self.running_by_lane[seq.request.priority] -= 1
+        self.waiting.stops_computing(seq)
 
-    def _free_children(self, first: Sequence) -> None:
-        """Those still held back wait like anybody else: the prompt's blocks will be a prefix hit for them."""
-        for child in self._children.pop(first, ()):
+    def _queue_children(self, first: Sequence) -> None:
+        """Queue the choices that were not forked from `first`; they will find the blocks of its prompt by hash."""
+        for child in self.children.pop(first, ()):
             if child.status is SequenceStatus.WAITING:
                 self.waiting.push(child)
 
-    # ── one step ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── planning a step ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def schedule(self, only: Request | None = None) -> Plan:
-        """Plan a step; with `only`, for the sequences of that request alone."""
-        draft = _Draft(self.budget, only)
-        for seq in self._in_turn(draft):
-            if draft.budget and seq.status is SequenceStatus.RUNNING:  # it may have been preempted meanwhile
-                self._go_on(seq, draft)
+    def schedule(self, only: RequestState | None = None) -> Plan:
+        """Plan a step; with `only`, for the sequences of this request alone."""
+        draft = Draft(self.budget, only)
+        for seq in self._decodes_first(draft):
+            if draft.budget and seq.status is SequenceStatus.RUNNING:  # an earlier sequence may have preempted it
+                self._continue(seq, draft)
         if not draft.preempted:
-            self._let_in(draft)
-        if self._children:
+            self._admit(draft)
+        if self.children:
             self._plan_forks(draft)
         moves = self.blocks.moves
         slices = tuple(
             Slice(seq, seq.num_computed_tokens, count, count == seq.num_uncomputed_tokens, draft.forks.get(seq, ()))
             for seq, count in draft.counts.items()
-            if not seq.request.on_hold
+            if not seq.state.on_hold
         )
         return Plan(
             slices,
@@ -151,27 +135,28 @@ class Scheduler:
             copies=tuple((read, write) for write, read in moves.copies.items()),
         )
 
-    def _in_turn(self, draft: _Draft) -> list[Sequence]:
-        """Running sequences in order, those that decode before those that prefill. Not those on hold."""
-        running = [seq for seq in self.running if not seq.request.on_hold and draft.concerns(seq)]
+    def _decodes_first(self, draft: Draft) -> list[Sequence]:
+        """Return the running sequences that are not on hold: those that decode, then those that prefill."""
+        running = [seq for seq in self.running if not seq.state.on_hold and draft.includes(seq)]
         decoding = [seq for seq in running if seq.num_uncomputed_tokens == 1]
         if len(decoding) == len(running):
             return decoding
         return decoding + [seq for seq in running if seq.num_uncomputed_tokens != 1]
 
-    def _go_on(self, seq: Sequence, draft: _Draft) -> None:
-        """Give a running sequence its next tokens, taking blocks from others or, at last, from itself."""
+    def _continue(self, seq: Sequence, draft: Draft) -> None:
+        """Plan the next tokens of a running sequence, preempting sequences (at last itself) until its blocks fit."""
         count = self._chunk(seq, draft.budget)
         draft.counts[seq] = count
         draft.budget -= count
         allocate, end = self.blocks.allocate, seq.num_computed_tokens + count
         while seq.status is SequenceStatus.RUNNING and not allocate(seq, end):
-            # The first in the order of service is spared unless it is alone, which is why every step makes progress.
-            # What is on hold computes nothing, so it makes way first.
-            idle = [other for other in self.running if other.request.on_hold]
-            self._preempt(policy.victim(idle or self.running[1:] or self.running, self.blocks.device), draft)
+            # The first sequence in the order of service is preempted only if it runs alone, so each step makes
+            # progress. Sequences on hold compute nothing and are preempted before all others.
+            on_hold = [other for other in self.running if other.state.on_hold]
+            self._preempt(policy.victim(on_hold or self.running[1:] or self.running, self.blocks.device), draft)
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
+        """Return how many tokens of a sequence the step computes, within `budget`."""
         count = seq.num_uncomputed_tokens
         if count == 1:
             return 1
@@ -180,14 +165,15 @@ class Scheduler:
             count = min(count, _PROMPT_LOGPROBS_CHUNK)
         return count
 
-    def _preempt(self, seq: Sequence, draft: _Draft) -> None:
-        """Take the device blocks of a running sequence: to the host tier if that pays and has room, else for good."""
+    def _preempt(self, seq: Sequence, draft: Draft) -> None:
+        """Free the device blocks of a running sequence: swap it to the host tier if that is cheaper than recomputing
+        and the tier has room; otherwise it waits to be recomputed."""
         draft.budget += draft.counts.pop(seq, 0)
         draft.preempted.append(seq)
         self._leave_running(seq)
-        if self.cost.swaps and not seq.request.on_hold and self.blocks.swap_out(seq):
+        if self.cost.swaps and not seq.state.on_hold and self.blocks.swap_out(seq):
             seq.move_to(SequenceStatus.SWAPPED)
-            bisect.insort(self.swapped, seq, key=policy.rank)
+            bisect.insort(self.swapped, seq, key=_rank)
             self.swaps += 1
         else:
             self.blocks.free(seq)
@@ -195,125 +181,140 @@ class Scheduler:
             self.waiting.push(seq)
             self.recomputes += 1
 
-    # ── coming in ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── admission ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _let_in(self, draft: _Draft) -> None:
-        """SWAPPED and WAITING to RUNNING while sequences, tokens and blocks last.
+    def _admit(self, draft: Draft) -> None:
+        """Move SWAPPED and WAITING sequences to RUNNING while sequences, tokens and blocks last.
 
-        Swapped ones come first, except after waiting ones of a higher lane. A blocked sequence may be overtaken
-        `max_overtakes` times; one of a higher lane than some that run takes their place.
+        Swapped sequences come first, except after waiting ones of a higher lane. Other sequences may overtake one for
+        which there is no room, up to `max_overtakes` times. A sequence may preempt those of lower lanes.
         """
         blocked: list[Sequence] = []
         skipped: list[Sequence] = []
-        while draft.budget and self._may_pass(blocked) and (seq := self._next(draft, skipped)) is not None:
+        while draft.budget and self._may_overtake(blocked) and (seq := self._next(draft, skipped)) is not None:
             swapped = seq.status is SequenceStatus.SWAPPED
-            if self._is_full and not self._runs_below(seq):
+            if self._is_full and not self._lower_lane_runs(seq):
                 break
             hits = self.blocks.swapped(seq) if swapped else self.blocks.match(seq)
-            if not swapped and self._park(seq, len(hits)):
+            if not swapped and self._wait_for_prefix(seq, len(hits)):
                 continue
-            if self._may_enter(seq, hits):
-                self._enter(seq, hits, draft)
-                for passed in blocked:
-                    passed.overtaken += 1
+            if self._has_room(seq, hits):
+                self._start(seq, hits, draft)
+                for overtaken in blocked:
+                    overtaken.overtaken += 1
                 continue
-            if swapped or self._take_place(seq, hits, draft) or len(blocked) == _LOOKAHEAD:
+            if swapped or self._preempt_lower_lane(seq, hits, draft) or len(blocked) == _LOOKAHEAD:
                 break
             self.waiting.pop()
             blocked.append(seq)
         for seq in (*blocked, *skipped):
             self.waiting.put_back(seq)
 
-    def _next(self, draft: _Draft, skipped: list[Sequence]) -> Sequence | None:
-        """Who may come in next, if anybody; what `only` leaves out is skipped."""
-        while (seq := self.waiting.peek()) is not None and not draft.concerns(seq):
-            self.waiting.pop()
-            skipped.append(seq)
-        back = next((s for s in self.swapped if draft.concerns(s)), None)
-        if back is None or (seq is not None and _goes_before(seq, back)):
-            return seq
-        return back
+    def _next(self, draft: Draft, skipped: list[Sequence]) -> Sequence | None:
+        """Return the next candidate for admission, which stays in its queue; None if there is none.
 
-    def _may_enter(self, seq: Sequence, hits: list[Hit]) -> bool:
-        """Whether there is room for all tokens of `seq` now, and for all that run to end as long as is expected."""
+        Waiting sequences that the draft does not include are moved to `skipped`.
+        """
+        while (waiting := self.waiting.peek()) is not None and not draft.includes(waiting):
+            self.waiting.pop()
+            skipped.append(waiting)
+        swapped = next((seq for seq in self.swapped if draft.includes(seq)), None)
+        if swapped is None or (waiting is not None and _has_precedence(waiting, swapped)):
+            return waiting
+        return swapped
+
+    def _has_room(self, seq: Sequence, hits: list[Hit]) -> bool:
+        """Return whether all tokens of `seq` fit into free blocks now, and whether the outputs of all running and
+        swapped sequences and of `seq`, at their expected lengths, will fit into the pool."""
         if self._is_full:
             return False
-        spare = self.blocks.room_for(seq.num_tokens, hits)
+        free = self.blocks.room_for(seq.num_tokens, hits)
         if not self.running:
-            return spare >= 0
-        if spare < self._watermark:
+            return free >= 0
+        if free < self._watermark:
             return False
-        everybody = [*self.running, *(() if seq.status is SequenceStatus.SWAPPED else self.swapped), seq]
-        tokens = np.fromiter((s.num_tokens for s in everybody), np.int64)
-        done = np.fromiter((s.num_output_tokens for s in everybody), np.int64)
-        limits = np.fromiter((s.max_tokens for s in everybody), np.int64)
+        together = [*self.running, *(() if seq.status is SequenceStatus.SWAPPED else self.swapped), seq]
+        tokens = np.fromiter((s.num_tokens for s in together), np.int64)
+        done = np.fromiter((s.num_output_tokens for s in together), np.int64)
+        limits = np.fromiter((s.max_tokens for s in together), np.int64)
         need = policy.peak(tokens, self.lengths.remaining(done, limits), self.config.block_size)
         refs = self.blocks.device.refs
         shared = sum(len(s.block_table) for s in self.running) - (self.config.num_blocks - self.blocks.num_free)
         shared += sum(1 for hit in hits if hit.block is not None and refs[hit.block])
         return need - shared <= self.config.num_blocks - self._watermark
 
-    def _take_place(self, seq: Sequence, hits: list[Hit], draft: _Draft) -> bool:
-        """Preempt one of a lower lane, if that can make room for `seq`; it comes in at a later step then."""
-        if draft.entered or not self._runs_below(seq):
+    def _preempt_lower_lane(self, seq: Sequence, hits: list[Hit], draft: Draft) -> bool:
+        """Preempt a running sequence of a lower lane, if preempting such sequences can make room for `seq`.
+
+        Returns:
+            Whether a sequence was preempted; a later step then admits `seq`.
+        """
+        if draft.num_started or not self._lower_lane_runs(seq):
             return False
-        lower = [s for s in self.running if _goes_before(seq, s)]
-        room = self.blocks.room_for(seq.num_tokens, hits) + sum(len(s.block_table) for s in lower)
+        lower = [running for running in self.running if _has_precedence(seq, running)]
+        room = self.blocks.room_for(seq.num_tokens, hits) + sum(len(running.block_table) for running in lower)
         if not lower or room < 0:
             return False
         self._preempt(policy.victim(lower, self.blocks.device), draft)
         return True
 
-    def _may_pass(self, blocked: list[Sequence]) -> bool:
-        """Whether others may come in before those for whom there is no room."""
+    def _may_overtake(self, blocked: list[Sequence]) -> bool:
+        """Return whether other sequences may be admitted before those in `blocked`, for which there is no room."""
         if not blocked:
             return True
-        patient = all(seq.overtaken < self.config.max_overtakes for seq in blocked)
-        return patient and not self.swapped and not self._is_full
+        allowed = all(seq.overtaken < self.config.max_overtakes for seq in blocked)
+        return allowed and not self.swapped and not self._is_full
 
     @property
     def _is_full(self) -> bool:
         return len(self.running) >= self.config.max_num_seqs
 
-    def _runs_below(self, seq: Sequence) -> bool:
-        """Whether a lane below that of `seq` has running sequences."""
-        return any(count and lane > seq.request.priority for lane, count in self._lanes.items())
+    def _lower_lane_runs(self, seq: Sequence) -> bool:
+        """Return whether a sequence of a lower lane than that of `seq` is running."""
+        return any(count and lane > seq.request.priority for lane, count in self.running_by_lane.items())
 
-    def _enter(self, seq: Sequence, hits: list[Hit], draft: _Draft) -> None:
-        """Give a waiting or swapped sequence its blocks and its first tokens of this step."""
-        if seq.status is SequenceStatus.SWAPPED:
-            _remove(self.swapped, seq)
-            self.blocks.adopt(seq, hits, seq.num_computed_tokens)
-        else:
+    def _start(self, seq: Sequence, hits: list[Hit], draft: Draft) -> None:
+        """Move a waiting or swapped sequence to RUNNING, with its blocks and its first tokens of this step."""
+        waited = seq.status is SequenceStatus.WAITING
+        if waited:
             self.waiting.pop()
             draft.admitted.append(seq)
             self.blocks.adopt(seq, hits, len(hits) * self.config.block_size)
+        else:
+            _remove(self.swapped, seq)
+            self.blocks.adopt(seq, hits, seq.num_computed_tokens)
         count = self._chunk(seq, draft.budget)
         self.blocks.allocate(seq, seq.num_computed_tokens + count)
-        waited = seq.status is SequenceStatus.WAITING
         self._join_running(seq)
         if waited:
-            self.waiting.left()
+            self.waiting.note_left()
         draft.counts[seq] = count
         draft.budget -= count
-        draft.entered += 1
+        draft.num_started += 1
         if self.blocks.prefix_caching:
             size = self.config.block_size
             blocks = range(seq.num_computed_tokens // size, seq.num_tokens // size)
             self.waiting.will_compute(seq, (self.blocks.block_hash(seq, i) for i in blocks))
 
-    def _plan_forks(self, draft: _Draft) -> None:
-        """Where a prompt is complete after this step, its other choices start: as many as there is room for."""
+    def _plan_forks(self, draft: Draft) -> None:
+        """Plan forks of each first choice whose prompt is complete after this step, as many as there is room for."""
         for seq, count in draft.counts.items():
-            if seq in self._children and count == seq.num_uncomputed_tokens:
-                # Each will soon need a block of its own: a copy of the partial last one, or the next.
+            if seq in self.children and count == seq.num_uncomputed_tokens:
+                # Each fork soon needs a block of its own: a copy of the partial last block, or the next block.
                 planned = sum(len(forks) for forks in draft.forks.values())
                 places = self.config.max_num_seqs - len(self.running) - planned
                 room = self.blocks.num_free - self._watermark - planned
-                draft.forks[seq] = tuple(self._children[seq][: max(0, min(places, room))])
+                draft.forks[seq] = tuple(self.children[seq][: max(0, min(places, room))])
 
-    def _park(self, seq: Sequence, hits: int) -> bool:
-        """Whether `seq` had better wait, since the next block of its prefix is being computed by another."""
+    def _wait_for_prefix(self, seq: Sequence, hits: int) -> bool:
+        """Park the waiting sequence `seq` if a running sequence is computing the next block of its prefix.
+
+        Args:
+            hits: number of blocks of its prefix that were found.
+
+        Returns:
+            Whether it was parked.
+        """
         shares = self.blocks.prefix_caching and not seq.wants_prompt_logprobs
         if not shares or hits >= (seq.num_tokens - 1) // self.config.block_size:
             return False
@@ -322,11 +323,11 @@ class Scheduler:
     # ── the end of a step ─────────────────────────────────────────────────────────────────────────────────────────
 
     def moved(self) -> None:
-        """The copies of the last plan have been made."""
+        """Record that the copies of the last plan were made."""
         self.blocks.moved()
 
     def commit(self, plan: Plan) -> None:
-        """The forward has run: what it computed counts, full blocks become findable, forks run."""
+        """Record that the forward pass ran: its tokens are computed, full blocks become findable, forks run."""
         size = self.config.block_size
         for piece in plan.slices:
             seq = piece.seq
@@ -337,20 +338,23 @@ class Scheduler:
             if full > done:
                 self.blocks.register(seq, piece.start)
                 self.waiting.computed(self.blocks.block_hash(seq, i) for i in range(done, full))
-            if piece.samples and self._children and seq in self._children:
+            if piece.samples and self.children and seq in self.children:
                 self._fork(seq, piece.forks)
         self.budget = min(self.config.max_num_batched_tokens, self.budget + max(1, self.budget // 16))
 
     def _fork(self, seq: Sequence, children: Iterable[Sequence]) -> None:
         for child in children:
-            self._children[seq].remove(child)
+            self.children[seq].remove(child)
             child.num_cached_tokens = child.num_prompt_tokens
             self.blocks.fork(seq, child)
             self._join_running(child)
-        self._free_children(seq)
+        self._queue_children(seq)
 
     def abandon(self, plan: Plan) -> None:
-        """The forward did not run: blocks return, the admitted go back to WAITING. Preempted ones stay so."""
+        """Undo a plan whose forward pass did not run: free its blocks, move admitted sequences back to WAITING.
+
+        Preempted sequences stay preempted.
+        """
         for seq in plan.admitted:
             if seq.status is SequenceStatus.RUNNING:
                 self._leave_running(seq)
@@ -362,50 +366,33 @@ class Scheduler:
                 self.blocks.trim(piece.seq)
 
     def shrink(self, plan: Plan) -> None:
-        """The device ran out of memory over this plan: the next ones are half as large, and grow again step by step."""
+        """Halve the token budget after the device ran out of memory over this plan; each commit raises it by 1/16."""
         self.budget = max(1, plan.num_tokens // 2)
 
-    # ── self-check ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── self-check ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def check_integrity(self, live: Iterable[Sequence]) -> None:
-        """Compare every book with every live sequence.
+    def check_idle(self) -> str | None:
+        """Check that nothing is left of any request, while no sequence is live. Takes constant time.
+
+        Returns:
+            How many blocks leaked; None if none did.
 
         Raises:
-            IntegrityError: a sequence is in two places or in none, a block leaked, or something outlived its request.
+            IntegrityError: a sequence outlived its request, a block is findable under a hash that is not its own, or
+                so many blocks leaked that a sequence of the greatest length no longer fits.
         """
-        sequences = list(live)
-        self.blocks.check_integrity(sequences)
-        held_back = [child for children in self._children.values() for child in children]
-        places = {
-            SequenceStatus.WAITING: [*self.waiting, *held_back],
-            SequenceStatus.RUNNING: self.running,
-            SequenceStatus.SWAPPED: self.swapped,
-        }
-        found = [seq.uid for group in places.values() for seq in group]
-        if sorted(found) != sorted(seq.uid for seq in sequences):
-            raise IntegrityError("a sequence is in two places, in none, or outlived its request")
-        for status, group in places.items():
-            for seq in group:
-                if seq.status is not status:
-                    raise IntegrityError(f"{seq!r} is in the place of {status.name}")
-                if (seq.block_table and status is not SequenceStatus.RUNNING) or (
-                    seq.host_table and status is not SequenceStatus.SWAPPED
-                ):
-                    raise IntegrityError(f"{seq!r} holds blocks of another state")
-        self.waiting.check_integrity()
-        if +self._lanes != Counter(seq.request.priority for seq in self.running):
-            raise IntegrityError("the lanes of what runs are counted wrongly")
-        for group in (self.running, self.swapped):
-            if [policy.rank(s) for s in group] != sorted(policy.rank(s) for s in group):
-                raise IntegrityError("out of order")
-        if any(first.status.ended for first in self._children):
-            raise IntegrityError("a choice waits to be forked from one that has ended")
+        if self.num_waiting or self.running or self.swapped:
+            raise IntegrityError("a sequence outlived its request")
+        leak = self.blocks.check_idle()
+        if leak is not None and self.blocks.num_free < self.blocks.blocks_for(self.config.capacity):
+            raise IntegrityError(f"{leak}; a sequence of {self.config.capacity} tokens no longer fits")
+        return leak
 
 
-def _goes_before(seq: Sequence, other: Sequence) -> bool:
-    """Whether a newcomer may take the place of `other`: its lane is higher, and `other` has not aged past it."""
-    return seq.request.priority < other.request.priority and policy.rank(seq) < policy.rank(other)
+def _has_precedence(seq: Sequence, other: Sequence) -> bool:
+    """Return whether `seq` may be served in place of `other`: its lane is higher, and `other` has not aged past it."""
+    return seq.request.priority < other.request.priority and seq.rank < other.rank
 
 
 def _remove(ordered: list[Sequence], seq: Sequence) -> None:
-    del ordered[bisect.bisect_left(ordered, policy.rank(seq), key=policy.rank)]
+    del ordered[bisect.bisect_left(ordered, seq.rank, key=_rank)]

@@ -1,55 +1,68 @@
-"""Paged attention backends behind one interface. A new backend is one file and one line in `_BACKENDS`."""
+"""Paged attention backends behind one interface, and the registry of them.
+
+A new backend is the file `kernels/attention/<name>.py` and one line in `_BACKENDS`. Importing this package imports
+neither torch nor a backend, so that a command line can offer the names.
+"""
 
 from __future__ import annotations
 
+import importlib
 import logging
+from typing import TYPE_CHECKING, Any
 
-from kernels.attention.base import AttentionBackend, AttentionBatch, CacheSpec
-from kernels.attention.cpu import CpuBackend
-from kernels.attention.flash import FlashBackend
-from kernels.attention.reference import ReferenceBackend
+if TYPE_CHECKING:
+    from kernels.attention.base import AttentionBackend, CacheSpec
 
-__all__ = ["AttentionBackend", "AttentionBatch", "CacheSpec", "backend_names", "get_backend"]
+__all__ = ["AUTO", "backend_names", "get_backend"]
 
 log = logging.getLogger(__name__)
 
-_BACKENDS: dict[str, type[AttentionBackend]] = {
-    "flash": FlashBackend,
-    "cpu": CpuBackend,
-    "reference": ReferenceBackend,
+AUTO = "auto"
+"""Stands for the first backend that runs on the device and accepts the spec."""
+_BACKENDS: dict[str, str] = {
+    "flash": "FlashBackend",
+    "cpu": "CpuBackend",
+    "reference": "ReferenceBackend",
 }
-"""Best first: `auto` takes the first one that runs on the device and accepts the spec."""
+"""Name, which is also that of the module, and class of each backend; fastest first."""
 
 
 def backend_names() -> tuple[str, ...]:
-    """The names that `get_backend` knows, best first."""
+    """Return the names that `get_backend` accepts beside `AUTO`, fastest first."""
     return tuple(_BACKENDS)
 
 
 def get_backend(name: str, spec: CacheSpec) -> AttentionBackend:
-    """Make the backend called `name`; `auto` takes the best that runs this spec.
+    """Create the backend with this name; for `AUTO`, the first one in `_BACKENDS` that runs the spec.
 
     Raises:
-        ValueError: no such backend, or it can't run this spec (block size, dtype, device).
+        ValueError: no backend has this name, or the backend cannot run the spec (block size, dtype, device).
     """
-    if name == "auto":
-        return _best(spec)
+    if name == AUTO:
+        return _first(spec)
     if name not in _BACKENDS:
-        raise ValueError(f"unknown attention backend {name!r}; there are: auto, {', '.join(_BACKENDS)}")
-    return _BACKENDS[name](spec)
+        raise ValueError(f"unknown attention backend {name!r}; available: {AUTO}, {', '.join(_BACKENDS)}")
+    return _class(name)(spec)
 
 
-def _best(spec: CacheSpec) -> AttentionBackend:
+def _class(name: str) -> type[AttentionBackend]:
+    found: Any = getattr(importlib.import_module(f"{__name__}.{name}"), _BACKENDS[name])
+    return found  # type: ignore[no-any-return]
+
+
+def _first(spec: CacheSpec) -> AttentionBackend:
+    """Create the first backend that runs the spec; log why those before it, which run on the device, refused it."""
     reasons = []
-    for name, make in _BACKENDS.items():
-        if not make.runs_on(spec.device):
+    for name in _BACKENDS:
+        backend = _class(name)
+        if not backend.runs_on(spec.device):
             continue
         try:
-            backend = make(spec)
+            created = backend(spec)
         except ValueError as refused:
             reasons.append(str(refused))
             continue
         if reasons:
             log.warning("attention runs on the %s backend: %s", name, "; ".join(reasons))
-        return backend
+        return created
     raise ValueError(f"no attention backend runs {spec}: {'; '.join(reasons)}")

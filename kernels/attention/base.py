@@ -1,7 +1,7 @@
-"""The small interface between the engine and an attention backend.
+"""The interface between the engine and an attention backend.
 
 The KV pool is one byte tensor `[num_blocks, block_bytes]`: a block holds K and V of all layers for `block_size`
-tokens, so that moving a block is one copy. How the bytes inside a block are laid out is known to the backend alone.
+tokens, so that moving a block is one copy. Only the backend knows the layout of the bytes in a block.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class CacheSpec:
     num_kv_heads: int
     head_dim: int
     block_size: int
-    """Tokens in one block; 0 leaves it to the backend, whose own `spec` then says."""
+    """Tokens in a block; 0: the backend chooses, see the `spec` of the backend."""
     dtype: torch.dtype
     device: torch.device
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Where the rows of one varlen batch live. T rows (padding included), S sequences.
+    """Sequences and positions of the rows of a batch: T rows (padding included), S sequences.
 
-    Rows past `cu_seqlens[-1]` are padding: they are neither written nor attended to, and their output is zero.
+    Rows from `cu_seqlens[-1]` on are padding: they are neither written nor attended to, and their output is zero.
     """
 
     slots: Tensor
@@ -46,9 +46,9 @@ class AttentionBatch:
     """S + 1 offsets: rows `[cu[s], cu[s+1])` belong to sequence s. They are its last rows: positions
     `[context_lens[s] - count, context_lens[s])`."""
     context_lens: tuple[int, ...]
-    """S: tokens of the sequence whose KV is valid after this step's `write`."""
+    """S: number of tokens of each sequence whose K and V are in the pool after the `write` of this step."""
     block_tables: tuple[tuple[int, ...], ...]
-    """S tables of block ids, long enough for `context_lens`."""
+    """S block tables, each with at least the blocks of `context_lens` tokens."""
 
     @property
     def num_sequences(self) -> int:
@@ -56,22 +56,28 @@ class AttentionBatch:
 
     @cached_property
     def num_rows(self) -> int:
-        """Rows without the padding."""
+        """Number of rows without padding."""
         return self.cu_seqlens[-1]
 
 
 class AttentionBackend(ABC):
     """Writes K and V into the pool and attends to them in place.
 
-    Unwritten slots of the pool may hold anything, NaN included: a backend masks before it multiplies.
+    Unwritten slots of the pool may hold anything, NaN included, so a backend masks before it multiplies.
     """
 
     name: ClassVar[str]
+    """That of the module which defines the class; the same as in the registry."""
     page_multiple: ClassVar[int] = 1
     """`block_size` must be a multiple of this."""
     preferred_block_size: ClassVar[int] = 16
+    """The block size if the spec has 0."""
     device_types: ClassVar[tuple[str, ...] | None] = None
-    """Where it runs; None: everywhere."""
+    """Types of devices on which it runs; None: all."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.name = cls.__module__.rpartition(".")[2]
 
     def __init__(self, spec: CacheSpec) -> None:
         if not self.runs_on(spec.device):
@@ -84,6 +90,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
+        """Return whether the backend runs on this type of device."""
         return cls.device_types is None or device.type in cls.device_types
 
     @property
@@ -93,7 +100,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def bind(self, pool: Tensor) -> None:
-        """Use `pool` (uint8 `[num_blocks, block_bytes]`) from now on."""
+        """Use this pool, uint8 `[num_blocks, block_bytes]`, from now on."""
 
     @abstractmethod
     def write(self, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
@@ -108,7 +115,7 @@ class AttentionBackend(ABC):
         norms: tuple[Tensor, Tensor, float] | None = None,
         rotation: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Normalise and rotate queries and keys, and store K and V.
+        """Normalise and rotate queries and keys, and store K and V at `batch.slots`.
 
         Args:
             qkv: `[T, heads + 2 * kv_heads, head_dim]`, contiguous; may be overwritten.
@@ -116,7 +123,7 @@ class AttentionBackend(ABC):
             rotation: cos and sin, each fp32 `[T, head_dim / 2]`.
 
         Returns:
-            The queries, `[T, heads, head_dim]`, for `attend`; what padding rows hold is not defined.
+            The queries, `[T, heads, head_dim]`, for `attend`; the values of padding rows are undefined.
         """
         kv_heads = self.spec.num_kv_heads
         q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
@@ -139,11 +146,20 @@ class AttentionBackend(ABC):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Causal attention of `q` (`[T, heads, head_dim]`) over what was written; same shape and dtype out.
+        """Compute causal attention of queries over the K and V in the pool.
 
-        `window`: a row at position p sees positions > p - window. `softcap`: scores become `cap * tanh(score / cap)`.
+        Args:
+            layer: index of the layer.
+            q: `[T, heads, head_dim]`.
+            batch: sequences and positions of the rows.
+            scale: factor of the scores.
+            window: a row at position p attends to positions > p - window; None: to all positions <= p.
+            softcap: scores become `softcap * tanh(score / softcap)`.
+
+        Returns:
+            `[T, heads, head_dim]` in the dtype of `q`.
         """
 
     @abstractmethod
     def read(self, layer: int, block_table: tuple[int, ...], length: int) -> tuple[Tensor, Tensor]:
-        """K and V of the first `length` tokens, each `[length, kv_heads, head_dim]` (for tests and tools)."""
+        """Return K and V of the first `length` tokens, each `[length, kv_heads, head_dim]`; for tests and tools."""

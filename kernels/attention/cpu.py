@@ -1,12 +1,12 @@
 """Paged attention on x86 CPUs: C++ kernels (`kernels/csrc`) that read K and V in place.
 
-A block holds `[layer][KV head][page of 16 tokens][K, V]`, so that what one head reads of a block lies together. In a
-page
+The layout of a block is `[layer][KV head][page of 16 tokens][K, V]`, so that the K and V of a head are contiguous. The
+layout of a page is
 
-    bf16   K [head_dim / 2][16][2], V [8][head_dim][2]: pairs for the CPU's bf16 dot product, which adds two at a time
+    bf16   K [head_dim / 2][16][2], V [8][head_dim][2]: pairs, as the CPU's bf16 dot product takes them
     fp32   K [head_dim][16],        V [16][head_dim]
 
-A row's bits depend on its sequence alone: `csrc/attention.h` says why.
+The bits of a row depend on its sequence only, see `csrc/attention.h`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ids = itertools.count()
 
 
 class _Arrays:
-    """A batch as the library takes it; keeps alive what the structure points to."""
+    """A batch as the library takes it, and the arrays that the structure points to."""
 
     def __init__(self, batch: AttentionBatch) -> None:
         tables = batch.block_tables
@@ -62,9 +62,8 @@ class _Arrays:
 
 
 class CpuBackend(AttentionBackend):
-    """See the module's docstring."""
+    """Paged attention by the compiled kernels, in place, on x86 CPUs with AVX2."""
 
-    name: ClassVar[str] = "cpu"
     page_multiple: ClassVar[int] = _PAGE
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
 
@@ -96,7 +95,7 @@ class CpuBackend(AttentionBackend):
         if not pool.is_contiguous() or pool.shape[1] != self.block_bytes:
             raise ValueError(f"the pool must be contiguous, [blocks, {self.block_bytes}]")
         self._pool = pool
-        # Blocks are far apart, and a layer reads little of each: with small pages every read misses the TLB.
+        # A layer reads a small part of each block, and blocks are far apart: with small pages each read misses the TLB.
         native.huge_pages(pool)
         self._cache = native.Cache(
             pool.data_ptr(),
@@ -113,7 +112,7 @@ class CpuBackend(AttentionBackend):
         k, v = _rows(k.to(self.spec.dtype)), _rows(v.to(self.spec.dtype))
         self._library.tm_store(
             self._cache_pointer,
-            self._enter(batch).pointer,
+            self._prepare(batch).pointer,
             layer,
             k.data_ptr(),
             k.stride(0),
@@ -148,7 +147,7 @@ class CpuBackend(AttentionBackend):
             eps,
             q_weight is not None and q_weight.dtype != self.spec.dtype,
         )
-        pointer = self._enter(batch).pointer
+        pointer = self._prepare(batch).pointer
         self._library.tm_write(self._cache_pointer, pointer, ctypes.byref(job), torch.get_num_threads())
         return qkv[:, :heads]
 
@@ -162,10 +161,10 @@ class CpuBackend(AttentionBackend):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        arrays = self._enter(batch)
+        arrays = self._prepare(batch)
         heads = q.shape[1]
         if heads % self.spec.num_kv_heads or heads > _MAX_GROUP * self.spec.num_kv_heads:
-            raise ValueError(f"{heads} query heads don't go with {self.spec.num_kv_heads} KV heads")
+            raise ValueError(f"{heads} query heads do not match {self.spec.num_kv_heads} KV heads")
         dtype = self.spec.dtype
         rows = _rows(q if q.dtype == dtype else q.to(dtype))
         out = torch.empty(q.shape, dtype=dtype)
@@ -191,20 +190,20 @@ class CpuBackend(AttentionBackend):
         size = (-1, spec.num_kv_heads, spec.head_dim)
         return k.reshape(size)[:length], v.reshape(size)[:length]
 
-    def _enter(self, batch: AttentionBatch) -> _Arrays:
-        """The arrays are made once a batch and shared by all layers."""
+    def _prepare(self, batch: AttentionBatch) -> _Arrays:
+        """Return the arrays of a batch, which all of its layers share."""
         if batch is not self._of or self._arrays is None:
             self._of, self._arrays = batch, _Arrays(batch)
         return self._arrays
 
 
 def _rows(x: Tensor) -> Tensor:
-    """`x` (`[T, heads, head_dim]`) with a row's heads side by side, whatever the distance between rows."""
+    """Return `x` (`[T, heads, head_dim]`) so that the heads of a row are contiguous; rows may be apart."""
     if x.stride(2) == 1 and x.stride(1) == x.shape[2]:
         return x
     return x.contiguous()
 
 
 def _ints(values: Iterable[int]) -> array[int]:
-    """int32, in memory that stays where it is."""
+    """Return an int32 array, whose address does not change."""
     return array("i", values)

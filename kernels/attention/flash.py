@@ -1,12 +1,13 @@
-"""Paged attention on NVIDIA GPUs by flash-attn 2 (Dao 2023), which is imported when a backend is made, not before.
+"""Paged attention on NVIDIA GPUs by flash-attn 2 (Dao 2023), which is imported when a backend is created.
 
-It reads K and V through the block table from views of the pool whose blocks are `layers * 2` pages apart. What it asks
-for (flash_attn_interface.py and csrc/flash_attn/flash_api.cpp of 2.8.3): fp16 or bf16; head sizes that are multiples of
-8, up to 256; pages of a multiple of 256 tokens; int32 tables and lengths on the device of the queries; a last dimension
-without gaps, and rows on 16-byte boundaries. Masks are aligned at the end of a sequence, so a chunk is a sequence of
-fewer queries than keys. V beyond a length is zeroed before it is multiplied, so unwritten slots may hold anything.
+It reads K and V through the block table from views of the pool whose blocks are `layers * 2` pages apart. It requires
+(flash_attn_interface.py and csrc/flash_attn/flash_api.cpp of 2.8.3): fp16 or bf16; head sizes that are multiples of 8,
+up to 256; pages of a multiple of 256 tokens; int32 tables and lengths on the device of the queries; a contiguous last
+dimension, and rows on 16-byte boundaries. Masks are aligned at the end of a sequence, so a chunk is a sequence with
+fewer queries than keys. V beyond the length of a sequence is zeroed before the product, so unwritten slots may hold
+anything.
 
-The number of splits of a decode follows the batch and the GPU: a row's last bits depend on its neighbours.
+The number of splits of a decode depends on the batch and the GPU, so the last bits of a row depend on other rows.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ class _Call:
     """A batch as the library takes it. S sequences, int32 on the device."""
 
     tables: Tensor
-    """`[S, blocks]`; 0 where a table is shorter."""
+    """`[S, blocks]`; shorter tables are padded with 0."""
     contexts: Tensor
     """`[S]`."""
     query_ends: Tensor
     """`[S + 1]`: offsets of the queries."""
     key_ends: Tensor
-    """`[S + 1]`: offsets that the keys would have side by side."""
+    """`[S + 1]`: offsets of the keys, as if they were contiguous."""
     longest_query: int
     longest_context: int
     decodes: bool
@@ -69,9 +70,8 @@ class _Call:
 
 
 class FlashBackend(PlainBackend):
-    """See the module's docstring."""
+    """Paged attention by flash-attn 2, on NVIDIA GPUs from compute capability 8.0 (Ampere) on."""
 
-    name: ClassVar[str] = "flash"
     page_multiple: ClassVar[int] = 256
     preferred_block_size: ClassVar[int] = 256
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
@@ -79,7 +79,7 @@ class FlashBackend(PlainBackend):
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
         if spec.dtype not in _DTYPES:
-            raise ValueError(f"the flash backend has no {spec.dtype}, only float16 and bfloat16")
+            raise ValueError(f"the flash backend does not compute in {spec.dtype}, only in float16 and bfloat16")
         if spec.head_dim % 8 or not 8 <= spec.head_dim <= _MAX_DIM:
             raise ValueError(f"the flash backend runs head sizes that are multiples of 8 up to {_MAX_DIM}")
         if spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) < _CAPABILITY:
@@ -100,8 +100,8 @@ class FlashBackend(PlainBackend):
     ) -> Tensor:
         if not batch.num_rows:
             return torch.zeros_like(q)
-        call = self._enter(batch)
-        # A window that hides nothing is left out: with one, the library does not put the heads of a group together.
+        call = self._prepare(batch)
+        # A window that hides nothing is left out, since with one the library does not group the heads of a KV head.
         seen = window if window is not None and window < call.longest_context else None
         options = {
             "softmax_scale": scale,
@@ -121,15 +121,15 @@ class FlashBackend(PlainBackend):
             )
         return _with_padding(out.to(q.dtype), q.shape[0])
 
-    def _enter(self, batch: AttentionBatch) -> _Call:
-        """Made once a batch and shared by all layers."""
+    def _prepare(self, batch: AttentionBatch) -> _Call:
+        """Return the arguments of a batch, which all of its layers share."""
         if batch is not self._of or self._call is None:
             self._of, self._call = batch, _Call.of(batch, self.spec.block_size, self._kv.device)
         return self._call
 
 
 def _with_padding(out: Tensor, rows: int) -> Tensor:
-    """`out` (`[n, heads, head_dim]`) with zero rows appended up to `rows`."""
+    """Return `out` (`[n, heads, head_dim]`) with rows of zeros appended up to `rows`."""
     missing = rows - out.shape[0]
     return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out
 
@@ -138,7 +138,7 @@ def _library() -> Any:
     """flash-attn 2.
 
     Raises:
-        ValueError: it is not here, does not load, or is another generation.
+        ValueError: flash-attn is not installed, cannot be loaded, or is not version 2.8.
     """
     try:
         found = importlib.import_module("flash_attn")
@@ -147,5 +147,5 @@ def _library() -> Any:
             f"the flash backend needs flash-attn (in a clone of tokenmill, pip install '.[gpu]'): {error}"
         ) from error
     if not all(hasattr(found, name) for name in _FUNCTIONS):
-        raise ValueError("the flash backend needs flash-attn 2.8; the package of that name here is another")
+        raise ValueError("the flash backend needs flash-attn 2.8; another version is installed")
     return found

@@ -1,4 +1,4 @@
-"""The plain layout of a block, for backends that need no other:
+"""The plain layout of a block, for backends that need no layout of their own:
 
     pool   [num_blocks, layers, 2 (K, V), block_size, kv_heads, head_dim]
 
@@ -14,7 +14,7 @@ from kernels.attention.base import AttentionBackend, AttentionBatch, CacheSpec
 
 
 class PlainBackend(AttentionBackend):
-    """Everything but `attend`."""
+    """A backend with the plain layout; subclasses add `attend`."""
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
@@ -34,7 +34,7 @@ class PlainBackend(AttentionBackend):
 
     def write(self, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
         rows = batch.num_rows
-        if batch is not self._placed:  # once a batch, shared by all layers
+        if batch is not self._placed:  # computed once for all layers of a batch
             slots = batch.slots[:rows]
             self._placed, self._places = batch, (slots // self.spec.block_size, slots % self.spec.block_size)
         cache = self._kv[:, layer]

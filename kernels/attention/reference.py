@@ -1,16 +1,15 @@
-"""Paged attention in plain torch: runs everywhere, and is what the other backends are measured against.
+"""Paged attention in plain torch: it runs on every device, and the other backends are tested against it.
 
-Keys are cut into tiles of 128 positions that begin at position 0 of the sequence, whatever the block size, the chunk
-or the prefix hit. A row's result is then the same sum in the same order, bit for bit, however it comes to be
-computed:
+Keys are cut into tiles of 128 positions from position 0 of the sequence, independent of block size, chunks and prefix
+hits. So the result of a row is always the same sum in the same order, with the same bits:
 
 * scores are products over `head_dim`, one kernel call for all tiles, and the row maximum is exact;
 * `exp(s - max)` and its sum over a tile are row-wise; tiles add up one after the other, in order;
-* a masked position is exactly zero in both sums, so tiles that one row needs only for its neighbours change nothing.
+* a masked position adds exactly zero to both sums, so tiles that only other rows need change nothing.
 
-What remains is that a matrix product must give a row the same bits whatever the number of rows beside it. BLAS
-kernels do so for multiples of `_ROWS` rows (a remainder of one to three goes through another kernel, and threads may
-cut the rows where that happens earlier); `rows_are_invariant` checks it on the machine at hand.
+This requires that a matrix product gives a row the same bits for every number of other rows. BLAS kernels do so for
+multiples of `_ROWS` rows (another kernel computes a remainder of one to three rows, also where threads split the rows);
+`rows_are_invariant` checks it on this machine.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,48 +29,46 @@ from kernels.attention.plain import PlainBackend
 _TILE = 128
 """Key positions in a tile."""
 _CHUNK_ROWS = 128
-"""Query positions computed at once in a prefill: keeps the part above the diagonal small."""
+"""Query positions computed together in a prefill: few, so that few scores above the diagonal are computed."""
 _ROWS = 4
-"""Matrix products have a multiple of this many rows."""
+"""The number of rows of each matrix product is a multiple of this."""
 _SCORES = 1 << 23
-"""Scores of one head in each KV group that are held at once: bounds the memory of long contexts."""
+"""Maximum number of scores of one head per KV head in memory at once, which limits the memory of long contexts."""
 _GATHERED = 1 << 20
-"""K values gathered at once for decoding sequences (4 MiB in fp32): about what a cache holds."""
+"""Number of K values gathered at once for decoding sequences (4 MiB in fp32), about the size of a cache."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows that are computed together: one sequence's chunk, or one row each of several sequences."""
+    """Rows that are computed together: a chunk of one sequence, or one row of each of several sequences."""
 
     rows: Tensor | slice
-    """Where their queries are in the batch, and their output goes."""
+    """Indices of the rows in the batch."""
     tables: Tensor
     """int64 `[S, blocks]`: the blocks that hold key positions `[base, base + keys)`."""
     offset: int
-    """Keys to skip in the first block: tiles and blocks need not begin together."""
+    """Number of keys to skip in the first block, since a tile may begin within a block."""
     keys: int
-    """Key positions, a multiple of the tile."""
+    """Number of key positions, a multiple of `_TILE`."""
     unwritten: Tensor
-    """int64: gathered rows (`s * keys + position`) beyond the context, whose V may be anything."""
+    """int64: indices (`s * keys + position`) of gathered rows beyond the context, whose V may be anything."""
     steps: tuple[_Step, ...]
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A run of a part's rows that see the same key tiles."""
+    """Consecutive rows of a part that attend to the same tiles."""
 
     rows: slice
-    """Within the part's rows."""
+    """Range within the rows of the part."""
     tiles: slice
-    """Within the part's tiles."""
+    """Range within the tiles of the part."""
     hidden: Tensor
-    """bool `[S, tiles, rows, 1, tile]`: positions that a row must not see."""
+    """bool `[S, tiles, rows, 1, tile]`: positions that a row must not attend to."""
 
 
 class ReferenceBackend(PlainBackend):
-    """See the module's docstring."""
-
-    name: ClassVar[str] = "reference"
+    """Paged attention in plain torch, on every device; the other backends are tested against it."""
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
@@ -90,13 +86,13 @@ class ReferenceBackend(PlainBackend):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        self._enter(batch)
+        self._prepare(batch)
         if window not in self._parts:
             self._parts[window] = list(_plan(batch, window, self.spec))
         out = torch.zeros_like(q)
         group = q.shape[1] // self.spec.num_kv_heads
         for part in self._parts[window]:
-            # [S, rows of one, kv_heads, group, head_dim]
+            # [S, rows of a sequence, kv_heads, group, head_dim]
             scaled = (q[part.rows].float() * scale).view(
                 part.tables.shape[0], -1, self.spec.num_kv_heads, group, q.shape[2]
             )
@@ -107,20 +103,20 @@ class ReferenceBackend(PlainBackend):
             out[part.rows] = torch.cat(done, dim=1).view(-1, *q.shape[1:]).to(q.dtype)
         return out
 
-    def _enter(self, batch: AttentionBatch) -> None:
-        """Index tensors are made once a batch and shared by all layers."""
+    def _prepare(self, batch: AttentionBatch) -> None:
+        """Discard the parts of another batch; all layers of a batch share its parts."""
         if batch is not self._batch:
             self._batch = batch
             self._parts = {}
 
     def _gather(self, layer: int, part: _Part) -> tuple[Tensor, Tensor]:
-        """K and V of a part, each fp32 `[S, tiles, tile, kv_heads, head_dim]`; V is zero beyond the context."""
+        """Return K and V of a part, fp32 `[S, tiles, tile, kv_heads, head_dim]` each; V is 0 beyond the context."""
         k, v = self._take(layer, 0, part), self._take(layer, 1, part)
         v.view(part.tables.shape[0] * part.keys, -1).index_fill_(0, part.unwritten, 0)
         return k, v
 
     def _take(self, layer: int, which: int, part: _Part) -> Tensor:
-        """K (0) or V (1) of a part in fp32, `[S, tiles, tile, kv_heads, head_dim]`. Valid until the next part."""
+        """Return K (0) or V (1) of a part, fp32 `[S, tiles, tile, kv_heads, head_dim]`, valid until the next part."""
         sequences, heads, dim = part.tables.shape[0], self.spec.num_kv_heads, self.spec.head_dim
         source = self._kv[:, layer, which]
         shape = (part.tables.numel(), *source.shape[1:])
@@ -136,7 +132,7 @@ class ReferenceBackend(PlainBackend):
         return taken.view(sequences, -1, _TILE, heads, dim)
 
     def _scratch(self, which: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A buffer that is kept: fresh memory of this size costs more in page faults than the work on it."""
+        """Return a buffer that is reused: page faults on new memory of this size cost more than computing in it."""
         size = math.prod(shape)
         if which not in self._buffers or self._buffers[which].numel() < size:
             self._buffers[which] = torch.empty(size, dtype=dtype, device=self._kv.device)
@@ -144,7 +140,7 @@ class ReferenceBackend(PlainBackend):
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, softcap: float | None) -> Tensor:
-    """Softmax attention of one step.
+    """Compute the softmax attention of one step.
 
     Args:
         q: fp32 `[S, rows, kv_heads, group, head_dim]`, scaled.
@@ -160,7 +156,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, softcap: float | No
     if used % _ROWS:
         q = torch.nn.functional.pad(q, (0, 0, 0, -used % _ROWS))
     padded = q.shape[2]
-    # One matrix product a (KV head, sequence, tile), of `padded` rows.
+    # One matrix product for each (KV head, sequence, tile), of `padded` rows.
     q = q[:, :, None].expand(-1, -1, tiles, -1, -1).reshape(heads, sequences * tiles, padded, dim)
     k, v = k.flatten(0, 1).permute(2, 0, 3, 1), v.flatten(0, 1).permute(2, 0, 1, 3)
     scores = q.new_empty((heads, sequences * tiles, padded, _TILE))
@@ -185,7 +181,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, softcap: float | No
 
 
 def _plan(batch: AttentionBatch, window: int | None, spec: CacheSpec) -> Iterator[_Part]:
-    """Cut a batch into parts: chunks one by one, single rows (decodes) together where they see as many tiles."""
+    """Cut a batch into parts: each chunk alone, and the decodes that attend to equally many tiles together."""
     singles: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
     for s, context in enumerate(batch.context_lens):
         row, end = batch.cu_seqlens[s], batch.cu_seqlens[s + 1]
@@ -194,7 +190,7 @@ def _plan(batch: AttentionBatch, window: int | None, spec: CacheSpec) -> Iterato
         first = _first_tile(context - (end - row), window)
         tiles = -(-context // _TILE) - first
         if end - row == 1:
-            # Offsets in the first block differ only where blocks and tiles don't begin together.
+            # Offsets in the first block differ only if tiles begin within blocks.
             singles[tiles, first * _TILE % spec.block_size].append((s, row, first))
         else:
             yield _chunk(batch, s, first, tiles, window, spec)
@@ -205,12 +201,12 @@ def _plan(batch: AttentionBatch, window: int | None, spec: CacheSpec) -> Iterato
 
 
 def _first_tile(position: int, window: int | None) -> int:
-    """The first tile that a row at `position` sees."""
+    """Return the index of the first tile that a row at `position` attends to."""
     return 0 if window is None else max(0, position - window + 1) // _TILE
 
 
 def _chunk(batch: AttentionBatch, s: int, first: int, tiles: int, window: int | None, spec: CacheSpec) -> _Part:
-    """All rows of one sequence."""
+    """Return the part with all rows of one sequence."""
     device = batch.slots.device
     row, end, context = batch.cu_seqlens[s], batch.cu_seqlens[s + 1], batch.context_lens[s]
     base = first * _TILE
@@ -238,7 +234,7 @@ def _chunk(batch: AttentionBatch, s: int, first: int, tiles: int, window: int | 
 def _decodes(
     batch: AttentionBatch, members: list[tuple[int, int, int]], tiles: int, window: int | None, spec: CacheSpec
 ) -> _Part:
-    """One row each of several sequences `members` (sequence, row, first tile), whose keys span as many tiles."""
+    """Return the part with a row of each of `members` (sequence, row, first tile), which have equally many tiles."""
     device = batch.slots.device
     keys = tiles * _TILE
     cut = [_blocks(batch.block_tables[s], first * _TILE, keys, spec.block_size) for s, _, first in members]
@@ -256,7 +252,7 @@ def _decodes(
 
 
 def _blocks(table: tuple[int, ...], base: int, keys: int, block_size: int) -> tuple[list[int], int]:
-    """The blocks that hold key positions `[base, base + keys)`, and where `base` is in the first one.
+    """Return the blocks of the key positions `[base, base + keys)`, and the offset of `base` in the first block.
 
     Positions past the table come from its first block; they lie beyond the context, so that nothing reads them.
     """
@@ -266,7 +262,16 @@ def _blocks(table: tuple[int, ...], base: int, keys: int, block_size: int) -> tu
 
 
 def _hidden(positions: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """bool `[S, tiles, rows, 1, tile]`: keys (`[S, tiles * tile]`) after a row (`[S, rows]`), or out of its window."""
+    """Return which keys a row must not attend to, since they are after it or before its window.
+
+    Args:
+        positions: `[S, rows]`, position of each row.
+        keys: `[S, tiles * tile]`, position of each key.
+        window: length of the window in tokens; None: no window.
+
+    Returns:
+        bool `[S, tiles, rows, 1, tile]`.
+    """
     keys = keys.view(keys.shape[0], -1, _TILE)
     distance = positions[:, None, :, None, None] - keys[:, :, None, None, :]
     hidden = distance < 0
@@ -275,7 +280,7 @@ def _hidden(positions: Tensor, keys: Tensor, window: int | None) -> Tensor:
 
 @lru_cache
 def rows_are_invariant(head_dim: int) -> bool:
-    """Whether this machine's matrix products give a row the same bits whatever the number of rows and keys."""
+    """Check whether matrix products here give a row the same bits for any number of rows and keys."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 64, head_dim, generator=generator)
     k = torch.randn(2, 4 * _TILE, head_dim, generator=generator)

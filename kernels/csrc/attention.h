@@ -1,16 +1,16 @@
-// Paged attention over the cache in place: some rows over one tile. Included once for each instruction set, inside its
+// Paged attention over the cache in place: some rows over one tile. Included for each instruction set, in its
 // namespace.
 //
-// A row's keys are cut into tiles of 128 positions from position 0. Each tile gives (maximum, total, sums of V) of its
-// own, and tiles are merged in order. Every sum of a tile runs in the order of the keys or of the dimensions, in a lane
-// of its own, so that neither the rows computed beside it, nor the item that a tile belongs to, nor the thread changes
-// a bit; a masked position adds an exact zero, and so does merging a tile of which a row sees nothing.
+// The keys of a row are cut into tiles of 128 positions from position 0. Each tile has its own (maximum, total, sums
+// of V), and tiles are merged in order. Each sum of a tile runs in the order of the keys or of the dimensions, in one
+// lane, so neither the other rows, nor the item of the tile, nor the thread changes a bit. A masked position adds
+// exactly zero, and so does merging a tile in which a row attends to no key.
 
-/// bf16 pairs through the CPU's own dot product.
+/// bf16 pairs, with the bf16 dot product of the CPU.
 #if TM_BF16
 struct Dot {
     typedef bf16 T;                          // as stored
-    typedef uint32_t C;                      // a coefficient: of a query's dimensions, or a row's weights
+    typedef uint32_t C;                      // a coefficient: dimensions of a query, or weights of a row
     static constexpr int PAIR = 2;           // elements in a stored lane
     static constexpr int WIDTH = 2;          // elements in a coefficient
     static constexpr int EXP_TERMS = 5;      // enough: weights are rounded to bf16
@@ -36,7 +36,7 @@ struct Single {
     INLINE void put(C* c, int i, F x) { store(c + i, x); }
 };
 
-// As many sums at once as registers hold: enough of them to hide the latency of an addition.
+// Number of sums in registers: enough to hide the latency of an addition.
 #if TM_AVX512
 constexpr int MAX_ROWS = 12;
 constexpr int pages_at_once(int rows) { return rows <= 2 ? 8 : rows <= 6 ? 4 : 2; }
@@ -46,33 +46,33 @@ constexpr int MAX_ROWS = 4;
 constexpr int pages_at_once(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 constexpr int vectors_at_once(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #endif
-/// Few rows compute so little for each byte that they wait for memory: their loops fetch what comes later.
+/// Few rows compute so little per byte that they wait for memory, so their loops prefetch later pages.
 constexpr bool fetches(int rows) { return rows <= 6; }
 
 constexpr int PAGES = TILE / PAGE;
-constexpr int Q_PITCH = MAX_DIM + 16;  // elements; known to the compiler, and not a power of 2, which caches mind
+constexpr int Q_PITCH = MAX_DIM + 16;  // elements; a constant, and no power of 2, which would map rows to the same cache sets
 constexpr float LOWEST = -1e30f;  // less than any score, and finite: LOWEST - LOWEST is 0
 
-/// A thread's memory.
+/// The memory of a thread.
 struct Scratch {
     alignas(64) float q[(ITEM_ROWS + MAX_ROWS) * Q_PITCH];
     alignas(64) float sums[ITEM_ROWS * MAX_DIM];
     alignas(64) float scores[MAX_ROWS * TILE];
     alignas(64) float weights[MAX_ROWS * TILE];
     float top[ITEM_ROWS + 16], total[ITEM_ROWS + 16];
-    int low[ITEM_ROWS], high[ITEM_ROWS];  // positions that a row sees
+    int low[ITEM_ROWS], high[ITEM_ROWS];  // positions that a row attends to
 };
 
 /// Some rows of an item over one tile.
 struct Strip {
     int first, rows;              // within the item
     int begin;                    // the tile's first position
-    int page_begin, page_end;     // of the tile, that any row sees
-    int keys;                     // of the tile, from its begin, up to the last that any row sees
-    bool masked;                  // some row doesn't see all of these pages
-    bool fresh;                   // the rows' sums hold nothing yet
+    int page_begin, page_end;     // of the tile, to which any row attends
+    int keys;                     // of the tile, from its begin to the last to which any row attends
+    bool masked;                  // some row does not attend to all of these pages
+    bool fresh;                   // the sums of the rows are not initialised
     const uint8_t* page[PAGES];
-    const uint8_t* next[PAGES];   // pages to fetch meanwhile
+    const uint8_t* next[PAGES];   // pages to prefetch
     float old_scale[16], new_scale[16];
 };
 
@@ -133,7 +133,7 @@ INLINE void cap_scores(const Strip& strip, const Attend& job, float* scores) {
         store(scores + page * PAGE, mul(tanh(mul(load(scores + page * PAGE), scale)), cap));
 }
 
-/// What a row sees of a tile is positions [low, high) of it; the others' scores, which may be anything, become LOWEST.
+/// A row attends to the positions [low, high) of a tile; all other scores, which may be anything, become LOWEST.
 INLINE void hide(const Strip& strip, int low, int high, float* scores) {
     for (int page = strip.page_begin; page < strip.page_end; page++) {
         const int at = page * PAGE;
@@ -141,7 +141,7 @@ INLINE void hide(const Strip& strip, int low, int high, float* scores) {
     }
 }
 
-/// Merges tiles' (maximum, total) into what came before, lane by lane; the scales are for the sums of both.
+/// Merges the (maximum, total) of tiles into those of earlier tiles, lane by lane; returns the factors of both sums.
 INLINE void merge(float* top, float* total, F new_top, F new_total, float* old_scale, float* new_scale) {
     const F before = load(top), both = max(before, new_top);
     const F a = exp2<7>(sub(before, both)), b = exp2<7>(sub(new_top, both));
@@ -163,7 +163,7 @@ INLINE void weigh(Strip& strip, const Attend& job, Scratch& mine) {
                  mine.scores + r * TILE);
     F of[R];
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) of[r] = set1(LOWEST / 2);  // so that weights are 0 where all is hidden
+    for (int r = 0; r < R; r++) of[r] = set1(LOWEST / 2);  // so that weights are 0 if all positions are masked
     for (int page = strip.page_begin; page < strip.page_end; page++) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) of[r] = max(of[r], load(mine.scores + r * TILE + page * PAGE));
@@ -182,7 +182,7 @@ INLINE void weigh(Strip& strip, const Attend& job, Scratch& mine) {
             M::put(weights + r * (TILE / M::WIDTH), page * PAGE, p);
         }
     }
-    // Lanes past this strip belong to the next one: nothing is merged into them.
+    // Lanes after this strip belong to the next strip: nothing is merged into them.
     merge(mine.top + strip.first, mine.total + strip.first, keep(tops, 0, strip.rows, set1(LOWEST)),
           keep(across<Add, R>(of), 0, strip.rows, zero()), strip.old_scale, strip.new_scale);
 }
@@ -217,7 +217,7 @@ INLINE void sum_vectors(const Strip& strip, const typename M::C* weights, int di
                 for (int d = 0; d < D; d++) acc[r][d] = M::mac(acc[r][d], x[d], weights + r * PITCH, i);
             }
         }
-        if (M::PAIR == 2 && keys < PAGE && keys % 2) {  // the other one of the pair may never have been written
+        if (M::PAIR == 2 && keys < PAGE && keys % 2) {  // the second key of the pair may be unwritten
             U x[D];
 #pragma GCC unroll 8
             for (int d = 0; d < D; d++) x[d] = lower_half(load_u(v + d * 64));
@@ -256,7 +256,7 @@ static __attribute__((noinline)) void strip_of(Strip& strip, const Attend& job, 
     weigh<M, R>(strip, job, mine);
     constexpr int D = vectors_at_once(R);
     for (int at = 0, left = dim / 16; left > 0;) {
-        const int count = (left + (left + D - 1) / D - 1) / ((left + D - 1) / D);  // in equal shares
+        const int count = (left + (left + D - 1) / D - 1) / ((left + D - 1) / D);  // equal parts
         sum_some<M, R, D>(strip, reinterpret_cast<const C*>(mine.weights), dim, at, count,
                           mine.sums + int64_t(strip.first) * dim);
         at += count, left -= count;

@@ -1,10 +1,10 @@
-// The kernels for one instruction set, whatever the compiler's own flags say. Which build runs is decided at run time.
+// The kernels for one instruction set, independent of the compiler flags. The build to run is chosen at run time.
 #include "native.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-// In force to the end of the file, where templates are instantiated.
+// Applies to the end of the file, where templates are instantiated.
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512bf16,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
 #else

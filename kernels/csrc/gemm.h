@@ -1,22 +1,22 @@
-// Matrix products y = x · W for any number of rows. Every element is one chain of sums over the inputs in ascending
-// order, whatever tile it falls into, so that a row's bits depend on the row alone.
+// Matrix products y = x · W for any number of rows. Each element is one chain of sums over the inputs in ascending
+// order, in every tile, so the bits of a row depend on the row only.
 //
-// W lies in panels of 32 outputs, [inputs / n][32][n] with as many inputs n side by side as a dot product takes: 2 of
-// bf16, 4 of int8. A tile of rows takes two panels, one where there are few; they stay in the second-level cache while
-// tiles pass over them, and a tile's sums stay in registers.
+// W is stored in panels of 32 outputs, [inputs / n][32][n], where n is the number of inputs of a dot product: 2 in
+// bf16, 4 in int8. A tile of rows takes two panels, or one if there are few rows. The panels stay in the second-level
+// cache for all tiles; the sums of a tile stay in registers.
 
 #if TM_BF16
 
 constexpr int TILE_ROWS = 6;  // 6 × 4 sums, 4 weights and 1 input are 29 of 32 registers
 constexpr int LANES = 16;
-typedef int32_t I __attribute__((vector_size(64)));  // 16 whole numbers
+typedef int32_t I __attribute__((vector_size(64)));  // 16 integers
 
 INLINE F dot(F acc, U weights, int x) { return _mm512_dpbf16_ps(acc, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(x)); }
-/// x is 4 unsigned bytes.
+/// x holds 4 unsigned bytes.
 INLINE I dot(I acc, U weights, int x) { return (I)_mm512_dpbusd_epi32((U)acc, _mm512_set1_epi32(x), weights); }
 
-/// The sums of M rows and N × 16 outputs, whose panels are `panel` bytes apart. Meanwhile AHEAD lines of 64 bytes a step
-/// are fetched.
+/// Computes the sums of M rows and N × 16 outputs, whose panels are `panel` bytes apart. Prefetches AHEAD lines of 64
+/// bytes in each step.
 template <int M, int N, int AHEAD, class Acc>
 INLINE void multiply(const uint8_t* x, int64_t stride, const uint8_t* w, int64_t panel, int steps, const uint8_t* fetched,
                      Acc (&sums)[M][N]) {
@@ -46,7 +46,7 @@ INLINE void multiply(const uint8_t* x, int64_t stride, const uint8_t* w, int64_t
         for (int n = 0; n < N; n++) sums[m][n] = acc[m][n];
 }
 
-/// From sums to values.
+/// Converts sums to values.
 INLINE F finish(const Product& p, int, int at, F sum) { return p.bias ? add(sum, load(p.bias + at)) : sum; }
 INLINE F finish(const Product& p, int row, int at, I sum) {
     const F whole = _mm512_cvtepi32_ps(_mm512_sub_epi32((U)sum, load_u(p.offsets + at)));
@@ -61,7 +61,7 @@ INLINE void put(bf16* out, F y, int room) {
         store_part(out, y, room);
 }
 
-/// What a tile fetches beside its work: nothing, its own weights further on, or a part of the panels that come next.
+/// What a tile prefetches: nothing, its own later weights, or a part of the next panels.
 enum Fetch { NOTHING, STREAM, FOLLOWING };
 
 template <class Acc, int M, int N>
@@ -106,7 +106,7 @@ INLINE void tile_of(int rows, const Product& p, int row, int column, Fetch fetch
     }
 }
 
-/// `ahead`: how far the panels lie that are wanted next; 0: the same ones.
+/// `ahead`: distance to the next panels; 0: the same panels.
 template <class Acc, int N>
 static void tiles(const Product& p, int row, int rows, int column, int64_t ahead) {
     const int count = (rows + TILE_ROWS - 1) / TILE_ROWS;

@@ -1,10 +1,10 @@
-// All kernels in the namespace TM_ISA, and the table of them. No standard library in here: its inline functions would be
-// compiled for this instruction set and might then serve other files.
+// All kernels in the namespace TM_ISA, and their table. No standard library here: its inline functions would be
+// compiled for this instruction set, and the linker might use them in other files.
 
 namespace tokenmill {
 namespace TM_ISA {
 
-// clang-format off: each builds on the ones before
+// clang-format off: each file uses those before
 #include "simd.h"
 #include "attention.h"
 #include "items.h"

@@ -1,5 +1,5 @@
-// Paged attention over the cache in place: an item of work, tile by tile. Included once for each instruction set, inside
-// its namespace.
+// Paged attention over the cache in place: an item of work, tile by tile. Included for each instruction set, in its
+// namespace.
 
 /// One page of one KV head; pages count from position 0.
 INLINE const uint8_t* page_at(const Cache& cache, const Attend& job, const Item& item, int head, int page) {
@@ -10,7 +10,7 @@ INLINE const uint8_t* page_at(const Cache& cache, const Attend& job, const Item&
 
 INLINE int pages_upto(int position) { return (position + PAGE - 1) / PAGE; }
 
-/// Where the tile of `page` ends in this item.
+/// End of the tile of `page`, in this item.
 INLINE int tile_end(const Item& item, int page) {
     const int end = (page / PAGES + 1) * PAGES, last = pages_upto(item.end);
     return end < last ? end : last;
@@ -22,7 +22,7 @@ INLINE void start(Ahead& ahead, const Item* item) {
     ahead.head = 0, ahead.page = item->begin / PAGE, ahead.page_end = tile_end(*item, ahead.page);
 }
 
-/// The next page in the order in which items read them: tiles, heads, pages. Null: there is none.
+/// The next page in the order in which items read pages: by tile, head, page. Null: there is none.
 INLINE const uint8_t* advance(Ahead& ahead, const Cache& cache, const Attend& job) {
     if (!ahead.item) return nullptr;
     const Item& item = *ahead.item;
@@ -64,7 +64,7 @@ INLINE void copy(float* to, const float* from, int count) {
     for (int i = 0; i < count; i += 16) store(to + i, load(from + i));
 }
 
-/// Queries, what they see, and what is known of them already.
+/// Loads the queries, the positions to which they attend, and their states.
 template <class M>
 static void enter(const Cache& cache, const Attend& job, const Plan& plan, const Item& item, Scratch& mine) {
     typedef typename M::T T;
@@ -84,7 +84,7 @@ static void enter(const Cache& cache, const Attend& job, const Plan& plan, const
     });
 }
 
-/// Results, or states for whoever goes on.
+/// Writes results, or states for later items.
 template <class M>
 static void leave(const Cache& cache, const Attend& job, const Plan& plan, const Item& item, Scratch& mine) {
     typedef typename M::T T;
@@ -105,7 +105,7 @@ static void leave(const Cache& cache, const Attend& job, const Plan& plan, const
     });
 }
 
-/// One tile's states of the rows that see something of it; the next tile begins anew.
+/// Writes the states of one tile, for the rows that attend to it; the next tile starts from zero.
 static void leave_apart(const Cache& cache, const Attend& job, const Plan& plan, const Item& item, int tile,
                         Scratch& mine) {
     each_row(item, job.heads / cache.kv_heads, [&](int row, int token, int head) {
@@ -119,7 +119,7 @@ static void leave_apart(const Cache& cache, const Attend& job, const Plan& plan,
     });
 }
 
-/// What the strip's rows see of its tile; false: nothing.
+/// Finds the positions of the tile to which the rows of the strip attend; false: none.
 INLINE bool find_keys(Strip& strip, const Scratch& mine) {
     int low = mine.low[strip.first], high = mine.high[strip.first], most = low, least = high;
     for (int row = strip.first + 1; row < strip.first + strip.rows; row++) {
@@ -134,7 +134,7 @@ INLINE bool find_keys(Strip& strip, const Scratch& mine) {
     return high > 0 && low < TILE;
 }
 
-/// The rows [begin, end) of an item, which share a KV head, over the strip's tile, whose pages are known.
+/// Computes the rows [begin, end) of an item, which share a KV head, over the tile of the strip.
 template <class M>
 INLINE void head_rows(const Cache& cache, const Attend& job, Strip& strip, int begin, int end,
                       const uint8_t* const* ahead, int num_ahead, Scratch& mine) {
@@ -149,7 +149,7 @@ INLINE void head_rows(const Cache& cache, const Attend& job, Strip& strip, int b
     }
 }
 
-/// Far enough to cover the latency of memory; 16 to 256 KiB run alike.
+/// Bytes to prefetch ahead: enough to hide the latency of memory; 16 to 256 KiB are equally fast.
 constexpr int AHEAD_BYTES = 32 << 10;
 
 template <class M>
@@ -190,7 +190,7 @@ static void attend(const Cache& cache, const Attend& job, const Plan& plan, cons
                    Ahead& ahead) {
     static thread_local Scratch here;
     Scratch* mine = &here;
-    asm volatile("" : "+r"(mine));  // else the compiler looks the address up again in the innermost loops
+    asm volatile("" : "+r"(mine));  // otherwise the compiler reloads the address in the innermost loops
     if (!cache.is_bf16) return attend_item<Single>(cache, job, plan, item, following, ahead, *mine);
 #if TM_BF16
     attend_item<Dot>(cache, job, plan, item, following, ahead, *mine);
@@ -199,7 +199,7 @@ static void attend(const Cache& cache, const Attend& job, const Plan& plan, cons
 #endif
 }
 
-/// Merges the tiles of a row that were computed apart, in order.
+/// Merges, in order, the tiles of a row that were computed separately.
 template <class T>
 static void reduce_row(const Cache& cache, const Attend& job, const Plan& plan, int token) {
     const int dim = cache.dim, high = plan.positions[token] + 1, first = lowest_seen(job, high) / TILE;

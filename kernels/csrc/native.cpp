@@ -1,4 +1,4 @@
-// Entry points: choose the instruction set, plan a batch's work, hand it to torch's own OpenMP threads.
+// Entry points: choose the instruction set, plan the work of a batch, run it on the OpenMP threads of torch.
 
 #include "native.h"
 #include "planner.h"
@@ -23,7 +23,8 @@ const Kernels* chosen = nullptr;
 // ── threads ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
-/// `GOMP_parallel` of the OpenMP runtime that torch has loaded. This library links none: two would fight for the cores.
+/// `GOMP_parallel` of the OpenMP runtime that torch has loaded. This library links none: two would compete for
+/// the cores.
 Parallel gomp_parallel = nullptr;
 
 template <class Fn>
@@ -39,7 +40,7 @@ struct Job {
     }
 };
 
-/// fn(0) … fn(count - 1), `grain` at a time by whichever thread is free.
+/// Calls fn(0) … fn(count - 1); each free thread takes the next `grain` calls.
 template <class Fn>
 void each(int count, int grain, int threads, const Fn& fn) {
     Job<Fn> job{fn, count, grain};
@@ -49,7 +50,7 @@ void each(int count, int grain, int threads, const Fn& fn) {
         Job<Fn>::work(&job);
 }
 
-/// The same for items of attention, each thread knowing its next item before it begins one.
+/// The same for items of attention; each thread knows its next item before it begins an item.
 void attend_items(const Cache& cache, const Attend& job, const Plan& plan, int begin, int end, int threads) {
     std::atomic<int> next{begin};
     each(std::min(threads, end - begin), 1, threads, [&](int) {
@@ -63,7 +64,7 @@ void attend_items(const Cache& cache, const Attend& job, const Plan& plan, int b
     });
 }
 
-/// The plans of a batch: layers may differ in their windows.
+/// The plans of a batch, one for each window.
 class Plans {
   public:
     const Planner& of(const Cache& cache, const Batch& batch, const Attend& job, int threads) {
@@ -84,10 +85,10 @@ class Plans {
 
 using namespace tokenmill;
 
-/// Of the functions and structures here; kernels/native.py names the one it was written for.
+/// Version of functions and structures; kernels/native.py has the same number.
 API int tm_version() { return 4; }
 
-/// Picks the kernels: 3 AVX-512 with bf16 products, 2 AVX-512, 1 AVX2; at most `limit`. Returns the one picked; 0: none.
+/// Chooses the kernels: 3 AVX-512 with bf16 products, 2 AVX-512, 1 AVX2; at most `limit`. Returns the choice; 0: none.
 API int tm_choose(int limit) {
     chosen = nullptr;
 #if defined(__x86_64__)
@@ -106,7 +107,7 @@ API int tm_choose(int limit) {
 
 API void tm_set_parallel(void* function) { gomp_parallel = reinterpret_cast<Parallel>(function); }
 
-/// Asks for huge pages where a pool will be; it should not have been touched yet.
+/// Asks for huge pages for memory that was not written yet.
 API int tm_huge_pages(void* begin, int64_t bytes) {
 #if defined(__linux__)
     const uintptr_t page = 4096, from = (reinterpret_cast<uintptr_t>(begin) + page - 1) & -page;
@@ -187,11 +188,11 @@ API void tm_argmax(const void* x, int64_t stride, int rows, int cols, int is_bf1
     });
 }
 
-/// Whether `tm_matmul` runs here.
+/// Whether `tm_matmul` runs on this CPU.
 API int tm_has_matmul() { return chosen && chosen->matmul; }
 
 API void tm_matmul(const Product* p, int threads) {
-    constexpr int BLOCK_ROWS = 96;  // with 2,000 inputs they fill a part of the second-level cache beside a panel
+    constexpr int BLOCK_ROWS = 96;  // with 2,000 inputs they fit into the second-level cache beside a panel
     const int columns = p->gated ? 2 * ceil_div(p->cols, PANEL) * PANEL : p->cols;
     const int panels = ceil_div(columns, PANEL), blocks = ceil_div(p->rows, BLOCK_ROWS);
     const bool wide = p->gated || (panels % 2 == 0 && p->rows > 6 && panels * blocks >= 32 * threads);

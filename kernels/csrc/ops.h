@@ -1,7 +1,7 @@
 // The small operations between matrix products, a row at a time. They round where the reference in kernels/ops.py
 // rounds. Included once for each instruction set, inside its namespace.
 
-/// A value as it would be after storing it.
+/// The value after a store and a load: rounded to T.
 template <class T>
 INLINE F rounded(F x) {
     T stored[16];
@@ -9,7 +9,7 @@ INLINE F rounded(F x) {
     return load(stored);
 }
 
-/// 1 / rms of a row: lanes add up their columns in order, then the lanes.
+/// 1 / rms of a row: each lane sums its columns in order, then the lanes are summed.
 template <class T>
 INLINE F inverse_rms(const T* x, int cols, float eps) {
     F sum = zero();
@@ -27,7 +27,7 @@ constexpr bool is_wide = true;
 template <class T>
 constexpr bool is_wide<T, T> = false;
 
-/// x * scale * weight. A weight of x's type multiplies after the rounding, one of fp32 beside bf16 before.
+/// x * scale * weight. A weight of the type of x multiplies after the rounding; fp32 beside bf16 multiplies before.
 template <class T, class W>
 INLINE void scale_row(const T* x, const W* weight, T* out, int cols, F scale) {
     const auto one = [&](F value, F w) { return mul(is_wide<T, W> ? mul(value, scale) : rounded<T>(mul(value, scale)), w); };
@@ -130,12 +130,12 @@ INLINE float value(bf16 x) {
     return out;
 }
 
-/// The first place of a row's highest value, and whether all its values are finite.
+/// The first index of the highest value of a row, and whether all its values are finite.
 template <class T>
 static void argmax_row(const T* x, int cols, int64_t* place, bool* finite) {
     constexpr int RUN = 512;
     const F lowest = set1(-__builtin_inff());
-    F spoilt = zero();  // x * 0 is NaN for what is not finite
+    F non_finite = zero();  // x * 0 is NaN for what is not finite
     float best = -__builtin_inff();
     int run = 0;
     for (int begin = 0; begin < cols; begin += RUN) {
@@ -144,12 +144,12 @@ static void argmax_row(const T* x, int cols, int64_t* place, bool* finite) {
         int i = begin;
         for (; i + 16 <= end; i += 16) {
             const F v = load(x + i);
-            spoilt = fma(v, zero(), spoilt);
+            non_finite = fma(v, zero(), non_finite);
             top = max(top, v);
         }
         if (i < end) {
             const F v = load_part(x + i, end - i);
-            spoilt = fma(v, zero(), spoilt);
+            non_finite = fma(v, zero(), non_finite);
             top = max(top, keep(v, 0, end - i, lowest));
         }
         const float high = hmax(top);
@@ -157,7 +157,7 @@ static void argmax_row(const T* x, int cols, int64_t* place, bool* finite) {
     }
     while (run < cols - 1 && !(value(x[run]) == best)) run++;
     *place = run;
-    *finite = hsum(spoilt) == 0.0f;
+    *finite = hsum(non_finite) == 0.0f;
 }
 
 static void argmax(const void* x, int cols, bool is_bf16, int64_t* place, bool* finite) {
@@ -167,17 +167,17 @@ static void argmax(const void* x, int cols, bool is_bf16, int64_t* place, bool* 
         argmax_row(static_cast<const float*>(x), cols, place, finite);
 }
 
-/// A row as whole numbers from -127 to 127, stored plus 128, and its step; a step of NaN if not all values are finite.
+/// Quantises a row to integers from -127 to 127, stored plus 128; its step is NaN if a value is not finite.
 template <class T>
 static void quantize_row(const T* x, uint8_t* out, float* step, int cols) {
-    F top = zero(), spoilt = zero();
+    F top = zero(), non_finite = zero();
     for (int i = 0; i < cols; i += 16) {
         const F v = cols - i < 16 ? load_part(x + i, cols - i) : load(x + i);
         top = max(top, max(v, sub(zero(), v)));
-        spoilt = fma(v, zero(), spoilt);
+        non_finite = fma(v, zero(), non_finite);
     }
     const float high = hmax(top), inverse = high > 0 ? 127.0f / high : 0.0f;
-    *step = hsum(spoilt) == 0.0f ? high / 127.0f : __builtin_nanf("");
+    *step = hsum(non_finite) == 0.0f ? high / 127.0f : __builtin_nanf("");
     for (int i = 0; i < cols; i += 16) {
         const int n = cols - i < 16 ? cols - i : 16;
         F v = round_whole(mul(n < 16 ? load_part(x + i, n) : load(x + i), set1(inverse)));

@@ -1,4 +1,4 @@
-// A batch cut into items of attention. Which items there are changes no bit of the result; see attention.h.
+// Cuts a batch into items of attention. The cut changes no bit of the result, see attention.h.
 
 #pragma once
 
@@ -12,9 +12,9 @@ namespace tokenmill {
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-/// Rows of a sequence that share their loads of K and V among themselves are chunks: items of one sequence. Fewer rows
-/// (a decoding sequence has one) wait for memory rather than compute, so what several sequences have in common is read
-/// once for all: they form a tree of prefixes. An item of a node of the tree goes on from the states of its parent.
+/// Many rows of one sequence (a chunk) share the loads of K and V, so their items have one sequence. Few rows (a decode
+/// has one) wait for memory, so a prefix that several sequences share is read once for all of them: the sequences form a
+/// tree of prefixes, and an item of a node resumes the states of its parent.
 class Planner {
   public:
     bool made_for(const Cache& cache, const Batch& batch, const Attend& job, int threads) const {
@@ -29,7 +29,7 @@ class Planner {
         share();
         apart_tiles_ = 0;
         fill();
-        if (threads > 1 && !runs_.empty() && time() > 1.1 * work() / threads) {  // too few items to keep all busy
+        if (threads > 1 && !runs_.empty() && time() > 1.1 * work() / threads) {  // too few items for all threads
             apart_tiles_ = std::max(1, int(tiles() / (8 * threads)));
             fill();
         }
@@ -38,7 +38,7 @@ class Planner {
     }
 
     const Plan& plan() const { return plan_; }
-    /// Rows whose tiles must be merged at the end.
+    /// Rows whose tiles are merged at the end.
     const std::vector<int>& apart() const { return apart_; }
 
   private:
@@ -50,9 +50,9 @@ class Planner {
                    dim == o.dim && threads == o.threads;
         }
     };
-    /// The few rows that a sequence computes.
+    /// The rows of a sequence that has only a few.
     struct Run {
-        int token, count, high, blocks;  // its first row; positions that its last row sees
+        int token, count, high, blocks;  // first row; number of positions that the last row attends to
         const int32_t* table;
         int seen_by_all() const { return high - count + 1; }
     };
@@ -62,7 +62,7 @@ class Planner {
         int64_t cost;
     };
     static constexpr int FEW_ROWS = 24;
-    static constexpr int STRIP = 12;  // rows that are computed together
+    static constexpr int STRIP = 12;  // rows that a kernel computes together
 
     void read_batch() {
         const Batch& batch = *batch_;
@@ -83,7 +83,7 @@ class Planner {
     bool is_run(int count) const { return count == 1 || (count > 0 && count * group_ < FEW_ROWS); }
     int lowest_seen(int high) const { return window_ > 0 && high > window_ ? high - window_ : 0; }
 
-    /// Sorts the runs by block table, and finds how many whole tiles each has in common with the next one.
+    /// Sorts the runs by block table; finds how many whole tiles each shares with the next run.
     void share() {
         common_.assign(runs_.size() + 1, 0);
         if (runs_.size() > 1)
@@ -108,7 +108,7 @@ class Planner {
         starts_.push_back(order);
     }
 
-    /// All items, by level, the longest first so that threads end together.
+    /// Returns all items by level, the longest first, so that threads end at about the same time.
     void fill() {
         found_.clear(), apart_.clear(), items_.clear(), levels_.clear();
         state_at_.assign(batch_->rows, -1);
@@ -131,7 +131,7 @@ class Planner {
         found_.push_back({item, level, int64_t(strips) * (ceil_div(item.end, TILE) - item.begin / TILE)});
     }
 
-    /// As many tokens as an item should have, of so many.
+    /// Returns how many tokens an item should have, of the given number.
     int tokens_of_item(int count) const {
         const int most = std::max(1, ITEM_ROWS / group_), strip = std::max(1, STRIP / group_);
         const int wanted = ceil_div(count * cache_->kv_heads, 4 * threads_);
@@ -148,7 +148,7 @@ class Planner {
         }
     }
 
-    /// Runs [begin, end) have `tile` tiles in common, which are planned; states are left of them if `level` > 0.
+    /// Plans the runs [begin, end), which share `tile` tiles that are planned already, with states if `level` > 0.
     void nodes(int begin, int end, int tile, int level) {
         if (begin == end) return;
         if (end - begin == 1) return leaf(begin, tile, level);
@@ -182,7 +182,7 @@ class Planner {
                  level > 0, false, false}, level);
     }
 
-    /// An item of runs; where items are few, in pieces that need not wait for each other.
+    /// Adds an item of runs; if there are few items, in pieces that do not depend on each other.
     void put(Item item, int level) {
         if (!apart_tiles_) return add(item, level);
         item.apart = true, item.resumes = false, item.leaves = true;
@@ -207,7 +207,7 @@ class Planner {
         return std::accumulate(found_.begin(), found_.end(), int64_t(0), [](int64_t sum, const Leveled& x) { return sum + x.cost; });
     }
 
-    /// What `work` takes when each thread takes the next item as soon as it is free.
+    /// Estimates the time of all items if each thread takes the next item when it is free.
     int64_t time() const {
         int64_t sum = 0, begin = 0;
         for (const int end : levels_) {

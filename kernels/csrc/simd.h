@@ -1,5 +1,5 @@
-// Sixteen floats at a time, on AVX-512 or on pairs of AVX2 registers. Included once for each instruction set, inside
-// its namespace. No function here depends on anything but its lanes, so that equal inputs give equal bits anywhere.
+// Vectors of 16 floats, on AVX-512 or on pairs of AVX2 registers. Included for each instruction set, in its namespace.
+// Each lane of a result depends on the same lane of the inputs only, so equal inputs give equal bits.
 
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_MEMBER inline __attribute__((always_inline))
@@ -9,7 +9,7 @@ typedef uint16_t bf16;
 #if TM_AVX512
 
 typedef __m512 F;   // 16 floats
-typedef __m512i U;  // 64 bytes as they lie in memory
+typedef __m512i U;  // 64 bytes of memory
 
 INLINE F zero() { return _mm512_setzero_ps(); }
 INLINE F set1(float x) { return _mm512_set1_ps(x); }
@@ -20,7 +20,7 @@ INLINE F sub(F x, F y) { return _mm512_sub_ps(x, y); }
 INLINE F mul(F x, F y) { return _mm512_mul_ps(x, y); }
 INLINE F div(F x, F y) { return _mm512_div_ps(x, y); }
 INLINE F fma(F x, F y, F z) { return _mm512_fmadd_ps(x, y, z); }
-/// Of max and min: if either is NaN the result is y, so that what may be NaN goes second.
+/// max and min: if either argument is NaN, the result is y, so pass a value that may be NaN as y.
 INLINE F max(F x, F y) { return _mm512_max_ps(x, y); }
 INLINE F min(F x, F y) { return _mm512_min_ps(x, y); }
 INLINE float hsum(F x) { return _mm512_reduce_add_ps(x); }
@@ -65,7 +65,7 @@ struct Add {
 struct Max {
     static INLINE_MEMBER F of(F x, F y) { return _mm512_max_ps(x, y); }
 };
-/// Lane r: Op over the lanes of x[r], r < R <= 16, in the order of hsum and hmax whatever R; other lanes: anything.
+/// Lane r: Op over the lanes of x[r], r < R <= 16, in the order of hsum and hmax; other lanes: undefined.
 template <class Op, int R>
 INLINE F across(F* x) {
 #pragma GCC unroll 8
@@ -88,7 +88,7 @@ INLINE F across(F* x) {
     return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15), mixed);
 }
 INLINE F round_whole(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-/// Whole numbers from 0 to 255 as bytes.
+/// Integers from 0 to 255, as bytes.
 INLINE void store_bytes(uint8_t* p, F x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }
@@ -195,14 +195,14 @@ struct Add {
 struct Max {
     static INLINE_MEMBER float of(F x) { return hmax(x); }
 };
-/// Lane r: Op over the lanes of x[r], r < R <= 16; other lanes: anything.
+/// Lane r: Op over the lanes of x[r], r < R <= 16; other lanes are undefined.
 template <class Op, int R>
 INLINE F across(F* x) {
     float out[16] = {};
     for (int r = 0; r < R; r++) out[r] = Op::of(x[r]);
     return load(out);
 }
-/// Whole numbers from 0 to 255 as bytes.
+/// Integers from 0 to 255, as bytes.
 INLINE void store_bytes(uint8_t* p, F x) {
     const __m256i words = _mm256_packus_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
     const __m256i ordered = _mm256_permute4x64_epi64(words, 0xD8);
@@ -216,8 +216,8 @@ INLINE F round_whole(F x) {
 
 #endif
 
-/// 2^x for x below 2^127; 0 for -infinity, NaN for NaN. A polynomial in the fraction of x, 1 at 0, that keeps the largest
-/// relative error on [0, 1] least (Remez): with 7 terms below 2^-26, with 5 below 2^-18, and then what fp32 rounds.
+/// 2^x for x below 2^127; 0 for -infinity, NaN for NaN. A polynomial in the fraction of x, 1 at 0, with the least
+/// maximum relative error on [0, 1] (Remez): below 2^-26 with 7 terms, below 2^-18 with 5, plus the rounding of fp32.
 template <int TERMS>
 INLINE F exp2(F x) {
     static_assert(TERMS == 5 || TERMS == 7, "the coefficients below");
@@ -244,7 +244,7 @@ INLINE F tanh(F x) {
     return sub(set1(1.0f), div(set1(2.0f), add(exp2<7>(min(set1(200.0f), mul(x, set1(2.0f * LOG2E)))), set1(1.0f))));
 }
 
-/// The first n < 16 elements, the rest 0: ends of rows.
+/// The first n < 16 elements, then zeros; for the ends of rows.
 template <class T>
 INLINE F load_part(const T* p, int n) {
     T part[16] = {};

@@ -1,6 +1,6 @@
-// K and V into the cache. Included once for each instruction set, inside its namespace.
+// Stores K and V in the cache. Included for each instruction set, in its namespace.
 
-/// One token's K and V of one head, into its slot.
+/// Stores K and V of one token and head in its slot.
 template <class T>
 INLINE void store_head(const Cache& cache, int layer, int head, int64_t slot, const T* k, const T* v) {
     constexpr int PAIR = sizeof(T) == 2 ? 2 : 1;

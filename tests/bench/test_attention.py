@@ -15,7 +15,7 @@ def test_work_is_counted_per_unmasked_pair_and_per_key_once() -> None:
 
 
 @pytest.mark.parametrize("queries", [1, 20])
-def test_a_case_runs_and_is_put_into_words(queries: int) -> None:
+def test_a_case_runs_and_is_printed(queries: int) -> None:
     case = Case("tiny", (40, 20), queries, heads=2, kv_heads=1, head_dim=64)
     found = measure(case, torch.float32, ("reference",), 1)
     assert found.seconds["reference"] > 0

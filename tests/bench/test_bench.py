@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-import subprocess
 import sys
 
 import pytest
 
 from bench.measure import Run, percentile, ratio
 from bench.workloads import WORKLOADS
+from tests.support import output_of
 
 
 @pytest.mark.parametrize(
@@ -46,11 +46,9 @@ def test_the_ratio_compares_medians_of_rates() -> None:
 
 
 def test_help_names_every_option() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "bench", "engine", "--help"], capture_output=True, text=True, check=True
-    )
+    shown = output_of([sys.executable, "-m", "bench", "engine", "--help"])
     for option in ("--workload", "--only", "--rounds", "--readers", "--limit"):
-        assert option in done.stdout
+        assert option in shown
 
 
 @pytest.mark.model
@@ -60,7 +58,6 @@ def test_help_names_every_option() -> None:
 def test_the_engine_benchmark_runs_both_ways_and_gives_the_ratio(extra: list[str]) -> None:
     command = [sys.executable, "-m", "bench", "engine", "--workload", "shared", "--limit", "2"]
     command += ["--kv-cache-memory", "256MiB", *extra]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"2 requests, in \d+, out \d+: .* out tok/s, .* first token \d", done.stdout)) == 2
-    assert re.search(r"shared: through Redis / offline = \d\.\d{3}", done.stdout)
+    shown = output_of(command)
+    assert len(re.findall(r"2 requests, in \d+, out \d+: .* out tok/s, .* first token \d", shown)) == 2
+    assert re.search(r"shared: through Redis / offline = \d\.\d{3}", shown)

@@ -1,4 +1,4 @@
-"""What is asked of the workers, and what must come of it."""
+"""The jobs of the chaos test, and how each of them may end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers, Redis and the line between, killed, paused, cut and restarted by a seeded die; then the books are read."""
+"""Kill, pause, cut off and restart workers and Redis at random (seeded); then check the result of every job."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from redis.exceptions import RedisError
 
 from tests.chaos.jobs import Task, make_task
 from tests.chaos.proxy import Proxy
+from tests.steps import Steps
 from tests.support import RedisServer, eventually, running_redis
 from tests.worker.harness import Queue
 from tokenmill.protocol.connection import command_client
 from tokenmill.protocol.faults import transient
 from tokenmill.protocol.job import JobEntry
 from tokenmill.protocol.keys import Keys
-from tokenmill.protocol.scripts import JobExists, Scripts
+from tokenmill.protocol.scripts import JobExists
 
 LEASE = 1.0
 SETTINGS = {
@@ -69,7 +70,7 @@ class Chaos:
         self.keys = Keys(f"chaos-{secrets.token_hex(4)}")
         self.client = command_client(self.server.url, retries=0)
         self.queue = Queue(self.client, self.server.url, self.keys)
-        self.scripts = Scripts(self.client, self.keys, "harness")
+        self.scripts = Steps(self.client, self.keys, "harness")
         self.client.hset(self.keys.meta, "max_running_per_tenant", 3)
 
     # ── producers ─────────────────────────────────────────────────────────────────────────────────────────────────

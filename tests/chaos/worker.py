@@ -16,7 +16,7 @@ from tests.chaos.jobs import LIMITS
 from tests.engine.stub import make_engine
 from tests.worker.fakes import FakeModel
 from tests.worker.harness import Refusal
-from worker.cli import settings_from_environment
+from worker.cli import settings_from
 from worker.jobs.translate import Translator
 from worker.loading import Loaded
 from worker.service import main
@@ -37,4 +37,4 @@ def load(settings: Any) -> Loaded:
 
 
 if __name__ == "__main__":
-    sys.exit(main(settings_from_environment(model="stub"), load))
+    sys.exit(main(settings_from({"model": "stub"}), load))

@@ -1,1 +1,1 @@
-"""The files of deployment: read, checked and rehearsed without a container engine."""
+"""Check and rehearse the files of deployment without a container engine."""

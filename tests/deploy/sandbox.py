@@ -1,4 +1,4 @@
-"""A process in a file system of its own, through bubblewrap: what a container is made of, without an engine.
+"""Run a process in its own file system with bubblewrap, as a container engine would.
 
 It sees `/usr` of this machine, read-only, and what is mounted for it, at the paths where a container would have it. It
 has an environment of its own, a process id space, no capabilities and no way to new privileges; the network is this

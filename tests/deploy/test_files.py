@@ -1,4 +1,4 @@
-"""The files of deployment, read: what must hold before anything is started."""
+"""The files of deployment: what can be checked without starting anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import yaml
 from producer import probe as producer_probe
 from tests.deploy.compose import ComposeError, dotenv, interpolate, load, seconds
 from tests.deploy.dockerfile import ignored, parse
-from tests.support import RedisServer, free_port
+from tests.support import RedisServer, free_port, output_of
 from worker.ops import probe as worker_probe
 from worker.settings import Settings
 
@@ -153,7 +153,7 @@ def test_the_build_context_is_what_the_dockerfile_copies() -> None:
 
 def test_requirements_of_an_image_are_those_of_the_project_without_torch() -> None:
     command = [sys.executable, "deploy/requirements.py", "worker"]
-    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    lines = output_of(command, cwd=ROOT).split("\n")
     assert any(line.startswith("transformers") for line in lines)
     assert any(line.startswith("redis[hiredis]") for line in lines)
     assert not any(line.startswith("torch") for line in lines)
@@ -185,8 +185,22 @@ def test_a_new_role_gets_a_password_and_the_others_keep_theirs(tmp_path: Path, w
     assert new == {name: value for name, value in old.items() if name != "REDIS_CLERK_PASSWORD"}
     assert "# mine\nMY_SETTING=a b  # c\n" in (tmp_path / ".env").read_text()
     assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o640
-    assert list(tmp_path.glob(".env.n*")) == []
+    assert list(tmp_path.glob(".env.*")) == [tmp_path / ".env.example"]
     assert main(tmp_path) == 1
+
+
+def test_completing_an_env_file_touches_no_file_beside_it_and_follows_a_link(tmp_path: Path) -> None:
+    main = runpy.run_path(str(ROOT / "deploy" / "env.py"))["main"]
+    (tmp_path / ".env.example").write_text(EXAMPLE)
+    (tmp_path / ".env.new").write_text("somebody's")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "env").write_text("MINE=1\n")
+    (tmp_path / ".env").symlink_to("kept/env")
+    assert main(tmp_path) == 0
+    assert (tmp_path / ".env.new").read_text() == "somebody's"
+    assert (tmp_path / ".env").is_symlink()
+    assert (tmp_path / "kept" / "env").read_text().startswith("MINE=1\n")
+    assert [file.name for file in (tmp_path / "kept").iterdir()] == ["env"]
 
 
 def test_each_role_with_a_password_has_it_in_the_example_and_the_compose_file() -> None:

@@ -1,4 +1,4 @@
-"""Queues of one's own, and workers that do not outlive their test."""
+"""Fixtures: a queue for each test, and worker processes that end with it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,11 @@ from tests.support import RedisServer
 from tests.worker.harness import Queue
 from tokenmill.protocol.connection import command_client
 from tokenmill.protocol.keys import Keys
-from worker.demo.embedded import embedded_redis
 
 
-@pytest.fixture(scope="module")
-def embedded() -> Iterator[str]:
-    with embedded_redis() as url:
-        yield url
-
-
-@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.redis_server)])
-def queue(request: pytest.FixtureRequest) -> Iterator[Queue]:
-    url = request.getfixturevalue("embedded" if request.param == "fake" else "redis_server")
-    yield from queue_on(url if isinstance(url, str) else url.url)
+@pytest.fixture
+def queue(redis_url: str) -> Iterator[Queue]:
+    yield from queue_on(redis_url)
 
 
 def queue_on(url: str) -> Iterator[Queue]:

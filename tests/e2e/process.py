@@ -1,4 +1,4 @@
-"""A worker process whose engine is faked, started with options and watched from outside."""
+"""A worker process with a fake engine; it is started with options, and its log is kept."""
 
 from __future__ import annotations
 

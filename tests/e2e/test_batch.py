@@ -1,4 +1,4 @@
-"""Batch files through real workers, with kill -9 of everybody: every request gets exactly one line, the right one."""
+"""Batch files through real workers that are killed, as is the command: every request gets its one right line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that kills its workers ends; its neighbours finish. Real processes, a supervisor that starts them again."""
+"""A job that kills its workers is given up, and the jobs beside it finish. Real processes under a supervisor."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from rq.serializers import JSONSerializer
 from tests.e2e.process import Start
 from tests.producer.receiver import Receiver, certificate, receiving
 from tests.producer.rqprocess import Rq, RqProcess, rq_on
-from tests.support import RedisServer, eventually
+from tests.support import RedisServer, eventually, output_of
 from tests.tokenmill.mini import Queue as MiniQueue
 from tests.worker.harness import Queue
 from tokenmill.client.sync import Client
@@ -96,11 +95,9 @@ def test_the_chores_go_on_and_are_seen_and_a_stop_need_not_wait_for_them(
     process = clerk(office, tls[0])
     eventually(lambda: status(office, "deliver_callbacks") == "started", 20)
     assert status(office, "janitor") in ("queued", "scheduled")
-    info = subprocess.run(
-        [sys.executable, "-m", "rq.cli", "info", "--url", office.queue.url], capture_output=True, text=True, check=True
-    )
-    assert office.jobs.name in info.stdout
-    assert process.name[:8] in info.stdout or "1 workers" in info.stdout
+    shown = output_of([sys.executable, "-m", "rq.cli", "info", "--url", office.queue.url])
+    assert office.jobs.name in shown
+    assert process.name[:8] in shown or "1 workers" in shown
     job = chore(office, "deliver_callbacks")
     assert job is not None
     assert job.func_name == "producer.jobs.deliver_callbacks"

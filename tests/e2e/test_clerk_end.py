@@ -1,4 +1,4 @@
-"""The clerk's process: it ends when it is asked to, with its children, and it outlives what Redis goes through."""
+"""The clerk's process ends on a signal, with its children, and survives outages and failovers of Redis."""
 
 from __future__ import annotations
 
@@ -111,6 +111,16 @@ def test_the_scheduler_is_stopped_however_early_the_end_comes(own: Queue) -> Non
             assert process.exitcode == 0
     finally:
         signal.signal(signal.SIGTERM, ours)
+
+
+def test_the_lock_of_a_dead_scheduler_is_taken_over_and_that_of_a_living_one_is_not(own: Queue) -> None:
+    queue = RqQueue("locked", connection=Redis.from_url(own.url), serializer=JSONSerializer)
+    living, other = (SteadyScheduler([queue], connection=queue.connection, serializer=JSONSerializer) for _ in range(2))
+    assert living.acquire_locks() == {"locked"}
+    assert not other.acquire_locks()
+    queue.connection.expire(living.get_locking_key("locked"), 50)  # as after 11 seconds without a heartbeat
+    assert other.acquire_locks() == {"locked"}
+    assert not living.acquire_locks()
 
 
 def test_a_worker_that_is_to_stop_begins_no_maintenance(own: Queue) -> None:

@@ -1,4 +1,4 @@
-"""What the documents tell to type works as printed.
+"""The commands in the documents work as printed.
 
 Blocks marked `sh` and `python` are run, in the order of the page, over a Redis of the page's own; the ports of the text
 are replaced by free ones. README.md has the real model, the other pages a fake engine. What cannot be run in a test is

@@ -120,6 +120,21 @@ def test_a_password_that_is_wanted_from_now_on_ends_a_worker_that_has_none(own: 
     assert "Traceback" not in worker.log
 
 
+def test_after_a_change_of_the_password_a_stopped_worker_still_hands_its_jobs_back(own: Queue, start: Start) -> None:
+    """As in a rotation: the password changes first, open connections stay, then the workers are restarted."""
+    worker = start(own, FAKE_STEP="0.02", max_num_seqs="1", drain_seconds="0.2", lease_seconds="3")
+    job, _ = (own.add({"prompt": "x", "max_tokens": 10_000}) for _ in range(2))
+    eventually(lambda: own.client.hget(own.keys.job(job), "state") == b"running", 30)
+    shown = own.client.keys(own.keys.worker("*"))[0]
+    first = own.client.hget(shown, "updated_ms")
+    eventually(lambda: own.client.hget(shown, "updated_ms") not in (first, None), 10)
+    own.client.config_set("requirepass", "later")
+    assert worker.stop() == Exit.OK
+    assert own.client.hmget(own.keys.job(job), "state", "tries", "deaths") == [b"queued", b"0", b"0"]
+    assert own.client.zcard(own.keys.returned) == 2
+    assert "job_not_handed_back" not in worker.log
+
+
 @pytest.mark.parametrize(
     "error",
     [

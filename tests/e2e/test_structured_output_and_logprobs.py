@@ -17,7 +17,6 @@ from tests.worker.harness import Queue
 from tokenmill.protocol.connection import command_client
 from tokenmill.protocol.keys import Keys
 from worker.demo.child import WorkerProcess, worker_process
-from worker.demo.embedded import embedded_redis
 
 pytestmark = pytest.mark.model
 
@@ -35,12 +34,11 @@ FRUIT = {
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[tuple[Queue, WorkerProcess]]:
-    with embedded_redis() as url:
-        queue = Queue(command_client(url), url, Keys(f"test-{secrets.token_hex(6)}"))
-        options = ("--model", "smollm2-135m", "--redis", url, "--queue", queue.keys.queue, "--num-kv-blocks", "256")
-        with worker_process(*options) as process:
-            yield queue, process
+def worker(fake_redis_url: str) -> Iterator[tuple[Queue, WorkerProcess]]:
+    queue = Queue(command_client(fake_redis_url), fake_redis_url, Keys(f"test-{secrets.token_hex(6)}"))
+    options = ["--model", "smollm2-135m", "--redis", queue.url, "--queue", queue.keys.queue, "--num-kv-blocks", "256"]
+    with worker_process(*options) as process:
+        yield queue, process
 
 
 def answer(queue: Queue, **body: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from tests.e2e.process import Start
-from tests.support import eventually, free_port
+from tests.support import eventually, free_port, output_of
 from tests.worker.harness import Queue
 from tokenmill.client.sync import Client
 from tokenmill.protocol.connection import command_client
@@ -41,7 +41,7 @@ def certificate(folder: Path, name: str) -> tuple[Path, Path]:
     cert, key = folder / f"{name}.crt", folder / f"{name}.key"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
     command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run(command, check=True, capture_output=True)
+    output_of(command)
     return cert, key
 
 

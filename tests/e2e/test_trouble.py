@@ -1,4 +1,4 @@
-"""Deploys under load and everything that Redis and the line to it can do; real processes, real servers."""
+"""Restarts of workers under load, and failures of Redis and of its connections; real processes, real servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users mistype, paste and break off: one line and a status, never a traceback, in every command."""
+"""Mistyped, pasted and interrupted commands end with one line and an exit status, never with a traceback."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.support import RedisServer, eventually
+from tests.support import RedisServer, eventually, output_of
 
 TOKENMILL = [sys.executable, "-m", "tokenmill"]
 CLERK = [sys.executable, "-c", "from rq.cli import main; main()", "worker", "--serializer", "json"]
@@ -162,9 +162,8 @@ def test_the_command_is_ready_for_ctrl_c_before_it_imports_anything() -> None:
     code = (
         "import __future__, sys; old = {*sys.modules}; import tokenmill.__main__; print(sorted({*sys.modules} - old))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     own = ["tokenmill", "tokenmill.__main__", "tokenmill.cli", "tokenmill.cli.interrupt"]
-    assert done.stdout.strip() == str(own)
+    assert output_of([sys.executable, "-c", code]).strip() == str(own)
 
 
 @pytest.mark.parametrize("ignored", [False, True])
@@ -181,5 +180,4 @@ def test_what_tests_start_takes_sigint_however_the_tests_were_started() -> None:
     code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     command = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); import tests.conftest, subprocess\n"
     command += "print(subprocess.run([sys.executable, '-c', sys.argv[1]], capture_output=True, text=True).stdout)"
-    done = subprocess.run([sys.executable, "-c", command, code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "True"
+    assert output_of([sys.executable, "-c", command, code]).strip() == "True"

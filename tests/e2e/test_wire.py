@@ -6,7 +6,6 @@ import json
 import re
 import secrets
 import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.models import tiny
-from tests.support import eventually, running_redis
+from tests.support import eventually, output_of, running_redis
 from tests.worker.harness import Queue
 from tests.worker.test_service import FUZZ
 from tokenmill.protocol.connection import command_client
@@ -81,8 +80,7 @@ def redis_cli(queue: Queue, line: str) -> Any:
     if REDIS_CLI is None:
         pytest.skip("no redis-cli on this machine")
     command = [REDIS_CLI, "-u", queue.url, "--json", "-2"]
-    done = subprocess.run(command, input=line + "\n", capture_output=True, text=True, timeout=60, check=True)
-    return json.loads(done.stdout)
+    return json.loads(output_of(command, stdin=line + "\n"))
 
 
 def test_the_pages_four_lines_run_as_they_stand(served: tuple[Queue, WorkerProcess]) -> None:

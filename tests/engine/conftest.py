@@ -1,4 +1,4 @@
-"""The tests of the engine move small tensors: threads would only wait for each other."""
+"""Run the tests of the engine on one thread: their tensors are small, so threads would only wait for each other."""
 
 from collections.abc import Iterator
 

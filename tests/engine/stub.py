@@ -1,4 +1,4 @@
-"""A model without weights whose text betrays every mistake in memory.
+"""A model without weights whose text is wrong after any mistake in the KV pool.
 
 Its KV entry of a token is an integer that depends on the token and its position; its logits are an exact hash of all
 entries that it reads through the block table. A wrong slot, a stale block or a skipped token changes the text, and
@@ -19,9 +19,9 @@ from engine.outputs import Delta, Finished, StepOutput, TokenLogprobs
 from engine.request import Request, SamplingParams
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Row, Sampled, Sampler, token_logprobs
+from engine.sampling.structured import Grammar
 from engine.scheduling.block_manager import Moves
-from engine.scheduling.plan import Plan, Slice
-from engine.scheduling.scheduler import _Draft
+from engine.scheduling.plan import Draft, Plan, Slice
 from engine.sequence import Sequence
 
 Entries = np.ndarray[tuple[int], np.dtype[np.uint64]]
@@ -142,15 +142,16 @@ def request(
     priority: int = 1,
     salt: str = "",
     deadline: float | None = None,
+    grammar: Grammar | None = None,
     **params: object,
 ) -> Request:
     """A greedy request unless `params` say otherwise."""
     sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **params})  # type: ignore[arg-type]
-    return Request(request_id, prompt, sampling, priority=priority, cache_salt=salt, deadline=deadline)
+    return Request(request_id, prompt, sampling, priority=priority, cache_salt=salt, deadline=deadline, grammar=grammar)
 
 
 def steps(engine: Engine, limit: int = 10_000) -> Iterator[StepOutput]:
-    """Step until idle, checking all books after every step."""
+    """Step until the engine is idle; run `check_integrity` after each step."""
     for _ in range(limit):
         if not engine.has_work:
             return
@@ -161,7 +162,7 @@ def steps(engine: Engine, limit: int = 10_000) -> Iterator[StepOutput]:
 
 
 def expect_short_outputs(engine: Engine) -> None:
-    """Make admission careless: it believes that everybody ends after one token, so that there will be preemptions."""
+    """Make the engine expect outputs of one token, so that it admits too many requests and must preempt some."""
     for _ in range(20):
         engine.scheduler.lengths.learn(1)
     engine.scheduler.lengths.learn = lambda length: None  # type: ignore[method-assign]
@@ -171,7 +172,7 @@ def preempt(engine: Engine, request_id: str) -> None:
     """Take the blocks of all running sequences of a request now, between two steps, and make the copies."""
     scheduler = engine.scheduler
     for seq in [seq for seq in scheduler.running if seq.request.id == request_id]:
-        scheduler._preempt(seq, _Draft(0, None))
+        scheduler._preempt(seq, Draft(0, None))
     moves = scheduler.blocks.moves
     copies = tuple((read, write) for write, read in moves.copies.items())
     engine.runner.move(Plan(swap_out=tuple(moves.out), copies=copies))
@@ -208,7 +209,7 @@ class Collector:
 
 
 def run(engine: Engine, *requests: Request, limit: int = 10_000) -> dict[str, Finished]:
-    """Add the requests, step until idle, return the last words; everything must be back by then."""
+    """Add the requests, step until idle, and return their final outputs; check that all blocks are free then."""
     for one in requests:
         engine.add(one)
     collector = Collector()
@@ -221,22 +222,22 @@ def run(engine: Engine, *requests: Request, limit: int = 10_000) -> dict[str, Fi
 def alone(one: Request, **limits: object) -> Finished:
     """The same request on an idle engine of its own, with plenty of room."""
     engine, _ = make_engine(garbage=99, **{"num_blocks": 256, "block_size": 4, **limits})
-    copy = Request(one.id, one.prompt, one.params, cache_salt=one.cache_salt, grammar=one.grammar)
-    copy.noise_seed = one.noise_seed
+    params = dataclasses.replace(one.params, seed=one.noise_seed)
+    copy = Request(one.id, one.prompt, params, cache_salt=one.cache_salt, grammar=one.grammar)
     return run(engine, copy)[one.id]
 
 
 def expect_idle(engine: Engine) -> None:
-    """All blocks free, and nothing of any request left in any book."""
+    """Check that all blocks are free, and that the engine holds nothing of any request."""
     engine.check_integrity()
     scheduler = engine.scheduler
     assert scheduler.blocks.device.num_free == scheduler.blocks.device.size
     assert scheduler.blocks.host.num_free == scheduler.blocks.host.size
     assert (scheduler.num_waiting, scheduler.running, scheduler.swapped) == (0, [], [])
     assert (scheduler.waiting._heap, scheduler.waiting._parked, scheduler.waiting._computing) == ([], {}, {})
-    assert scheduler._children == {}
+    assert scheduler.children == {}
     assert scheduler.blocks.moves == Moves()
-    assert (engine._requests, engine._endings, engine._gated, engine._on_hold) == ({}, {}, set(), set())
+    assert (engine._requests, engine._endings) == ({}, {})
     assert engine._deadlines._heap == []
     sampler = engine.runner.sampler  # type: ignore[attr-defined]
     assert (sampler._counts, sampler._uids, sampler._columns) == ({}, (), None)

@@ -7,12 +7,12 @@ import pytest
 
 from engine.sampling.text import TextStream
 from engine.scheduling.block_manager import BlockManager, Hit, IntegrityError, Moves
-from engine.sequence import Sequence
+from engine.sequence import RequestState, Sequence
 from tests.engine.stub import request, token_bytes
 
 
 def sequence(tokens: list[int], salt: str = "") -> Sequence:
-    return Sequence(request("r", tokens, salt=salt), 0, TextStream(token_bytes))
+    return Sequence(RequestState(request("r", tokens, salt=salt)), 0, TextStream(token_bytes))
 
 
 def compute(blocks: BlockManager, seq: Sequence) -> None:
@@ -128,7 +128,7 @@ def test_a_leak_is_noticed() -> None:
     blocks = BlockManager(4, 4)
     a = sequence([1, 2])
     compute(blocks, a)
-    with pytest.raises(IntegrityError, match="0 holders, 1 references"):
+    with pytest.raises(IntegrityError, match="held 0 times, 1 references"):
         blocks.check_integrity([])
 
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from engine.canary import CANARY_ID
+from engine.engine import Engine
 from engine.outputs import EngineBroken, Fault, Outcome, StepOutput
 from engine.request import InvalidRequest, PromptTooLong, Request
 from engine.sampling.sampler import Sampled
+from engine.scheduling.block_pool import IntegrityError
 from engine.scheduling.plan import Plan
 from engine.sequence import FinishReason
 from tests.engine.stub import Collector, alone, expect_idle, expect_short_outputs, make_engine, request, run, steps
@@ -24,7 +26,7 @@ def test_a_request_ends_with_its_text_and_all_blocks_back() -> None:
     assert (last.prompt_tokens, last.completion_tokens, last.cached_tokens) == (3, 5, 0)
 
 
-def test_early_finishers_leave_their_neighbours_alone() -> None:
+def test_requests_that_end_early_do_not_change_other_texts() -> None:
     engine, _ = make_engine()
     requests = [request(f"r{n}", [n] * n, max_tokens=n, ignore_eos=True) for n in range(1, 9)]
     finished = run(engine, *requests)
@@ -89,7 +91,7 @@ def test_choices_share_the_prompt_and_differ_in_noise() -> None:
     assert computed == 13 + 4 * 5, "the prompt is computed once, for all"
 
 
-def test_a_seed_repeats_itself_whatever_the_neighbours() -> None:
+def test_a_seed_gives_the_same_text_beside_any_other_requests() -> None:
     one = request("a", [3, 1, 4], 10, temperature=0.9, seed=42, ignore_eos=True)
     expected = alone(one).choices
     for seed in (None, 7):
@@ -141,7 +143,7 @@ def test_an_empty_prompt_is_refused() -> None:
         request("a", [])
 
 
-def test_an_id_that_is_being_worked_on_is_refused() -> None:
+def test_the_id_of_a_live_request_is_refused() -> None:
     engine, _ = make_engine()
     engine.add(request("a", [1]))
     with pytest.raises(InvalidRequest, match="being worked on"):
@@ -222,7 +224,7 @@ def test_cancel_twice_of_unknown_and_of_ended_requests_changes_nothing() -> None
     assert last.outcome is Outcome.SUCCEEDED, "an old cancel does not reach a later request of the same id"
 
 
-def test_a_dropped_request_says_nothing_more() -> None:
+def test_a_dropped_request_has_no_further_output() -> None:
     engine, _ = make_engine()
     engine.add(request("a", [1], 9, ignore_eos=True))
     engine.step()
@@ -266,7 +268,7 @@ def test_an_old_deadline_does_not_reach_a_later_request_of_the_same_id() -> None
 # ── the gate ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_gate_sees_each_request_once_and_before_its_forward() -> None:
+def test_the_gate_gets_each_request_once_before_its_first_forward_pass() -> None:
     engine, runner = make_engine(num_blocks=8, max_model_len=32)
     seen: list[str] = []
 
@@ -283,7 +285,7 @@ def test_the_gate_sees_each_request_once_and_before_its_forward() -> None:
     assert seen == ["r0", "r1", "r2", "r3"]
 
 
-def test_what_the_gate_refuses_is_never_computed_and_costs_its_neighbours_nothing() -> None:
+def test_a_request_that_the_gate_refuses_is_never_computed_and_changes_no_other_text() -> None:
     engine, runner = make_engine()
 
     def gate(requests: list[Request]) -> None:
@@ -340,7 +342,7 @@ def test_a_lost_device_ends_the_engine_and_fails_no_request() -> None:
 
 
 class TestCanary:
-    """A fault of one request is told from a fault of the engine."""
+    """The canary tells a fault of the engine from a fault of a request."""
 
     def test_an_engine_whose_every_step_raises_is_broken_and_blames_no_request(self) -> None:
         engine, runner = make_engine()
@@ -352,7 +354,7 @@ class TestCanary:
             outputs.extend(steps(engine))
         assert not any(output.finished for output in outputs)
 
-    def test_an_engine_that_gives_nan_to_everybody_is_broken(self) -> None:
+    def test_an_engine_that_gives_nan_for_every_request_is_broken(self) -> None:
         engine, runner = make_engine()
         runner.poisons |= {"r0", "r1", CANARY_ID}
         for i in range(2):
@@ -375,7 +377,7 @@ class TestCanary:
             outputs.extend(steps(engine))
         assert not any(output.finished for output in outputs)
 
-    def test_one_that_runs_out_of_memory_with_one_long_request_is_not(self) -> None:
+    def test_an_engine_that_runs_out_of_memory_for_one_long_request_only_is_not_broken(self) -> None:
         engine, runner = make_engine()
         execute = runner.execute
 
@@ -402,7 +404,7 @@ class TestCanary:
         finished = run(engine, *(request(f"r{i}", [i + 1] * 5, 6, ignore_eos=True) for i in range(3)))
         assert {last.outcome for last in finished.values()} == {Outcome.SUCCEEDED}
 
-    def test_a_full_pool_is_no_fault(self) -> None:
+    def test_without_a_free_block_the_canary_passes(self) -> None:
         engine, runner = make_engine(num_blocks=8, max_model_len=32)
         engine.add(request("a", [1] * 27, 4, ignore_eos=True))
         while engine.scheduler.blocks.num_free:
@@ -415,7 +417,7 @@ class TestCanary:
             engine.check()
         expect_idle(engine)
 
-    def test_it_leaves_nothing_behind(self) -> None:
+    def test_the_canary_leaves_no_blocks_and_no_state(self) -> None:
         engine, _ = make_engine()
         engine.check()
         expect_idle(engine)
@@ -437,7 +439,7 @@ class TestCanary:
         assert (finished["bad"].outcome, finished["bad"].fault) == (Outcome.FAILED, Fault.INTERNAL)
         assert finished["good"].outcome is Outcome.SUCCEEDED
 
-    def test_a_detokeniser_that_fails_for_everybody_breaks_the_engine(self) -> None:
+    def test_a_detokeniser_that_fails_for_every_request_breaks_the_engine(self) -> None:
         engine, _ = make_engine()
 
         def panics(token: int, skip: bool) -> bytes:
@@ -450,9 +452,9 @@ class TestCanary:
 
 
 class TestHold:
-    """A request whose gate has not answered keeps its place, costs the others nothing and is not computed."""
+    """A request on hold keeps its place in the order of service, is not computed, and delays no other request."""
 
-    def test_what_is_on_hold_is_not_computed_and_the_others_go_on(self) -> None:
+    def test_a_request_on_hold_is_not_computed_and_other_requests_are(self) -> None:
         engine, runner = make_engine()
         engine.gate = lambda new: [engine.hold(one.id) for one in new if one.id == "far"]  # type: ignore[assignment]
         requests = [request("near", [1, 2, 3], 6, ignore_eos=True), request("far", [4, 5, 6], 6, ignore_eos=True)]
@@ -473,7 +475,7 @@ class TestHold:
         expect_idle(engine)
 
     @pytest.mark.parametrize("end", ["cancel", "drop"])
-    def test_it_can_be_ended(self, end: str) -> None:
+    def test_a_request_on_hold_can_be_ended(self, end: str) -> None:
         engine, _ = make_engine()
         engine.gate = lambda new: [engine.hold(one.id) for one in new]  # type: ignore[assignment]
         engine.add(request("a", [1, 2, 3]))
@@ -483,7 +485,7 @@ class TestHold:
         assert len(engine.step().finished) == (end == "cancel")
         expect_idle(engine)
 
-    def test_it_makes_way_for_what_runs(self) -> None:
+    def test_a_request_on_hold_is_preempted_before_running_requests(self) -> None:
         engine, _ = make_engine(num_blocks=12, max_model_len=44)
         expect_short_outputs(engine)
         requests = [request("runs", [1] * 4, 40, ignore_eos=True), request("far", [2] * 20, 4, ignore_eos=True)]
@@ -500,7 +502,7 @@ class TestHold:
         assert finished["far"].choices == alone(requests[1], max_model_len=44).choices
         expect_idle(engine)
 
-    def test_a_step_that_fails_beside_it_costs_it_nothing(self) -> None:
+    def test_a_step_that_raises_for_another_request_does_not_fail_one_on_hold(self) -> None:
         engine, runner = make_engine()
         engine.gate = lambda new: [engine.hold(one.id) for one in new if one.id == "far"]  # type: ignore[assignment]
         runner.raises.add("bad")
@@ -527,3 +529,37 @@ def test_blocks_that_cannot_be_copied_are_no_requests_fault() -> None:
     runner.move = full  # type: ignore[method-assign]
     with pytest.raises(EngineBroken, match="no space left"):
         list(steps(engine))
+
+
+def test_a_leaked_block_is_reported_as_long_as_the_longest_request_fits() -> None:
+    engine, _ = make_engine(num_blocks=20, max_model_len=64, host_slots=4)
+    run(engine, request("a", list(range(1, 20))))
+    assert engine.check_idle() is None
+    engine.scheduler.blocks.host.take()
+    for leaked in range(1, 5):
+        engine.scheduler.blocks.device.take()
+        leak = engine.check_idle()
+        assert leak is not None
+        assert f"{leaked} of 20 device blocks" in leak
+        assert "1 of 4 host blocks" in leak
+    engine.scheduler.blocks.device.take()
+    with pytest.raises(IntegrityError, match="64 tokens no longer fits"):
+        engine.check_idle()
+
+
+def check_often(engine: Engine) -> None:
+    """Check an idle engine as often as a pool of 1,000 blocks needs."""
+    for _ in range(4):
+        assert engine.check_idle() is None
+
+
+def test_successive_checks_of_an_idle_engine_find_a_wrong_hash_anywhere_in_the_pool() -> None:
+    engine, _ = make_engine(num_blocks=1000)
+    run(engine, request("a", list(range(1, 20))))
+    device = engine.scheduler.blocks.device
+    for block in (0, 999):
+        digest, device._hashes[block] = device._hashes[block], b"of another prefix"
+        with pytest.raises(IntegrityError, match=f"block {block} "):
+            check_often(engine)
+        device._hashes[block] = digest
+    check_often(engine)

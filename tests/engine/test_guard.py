@@ -1,7 +1,8 @@
-"""Whatever is sent as a grammar, there is an answer soon, and the process that asked lives."""
+"""Every grammar is accepted or refused within a time limit, and the calling process survives."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -182,7 +183,10 @@ def test_children_that_keep_dying_give_no_verdict_and_nothing_is_remembered(monk
     monkeypatch.setattr(guard, "_start", start_and_kill)
     with pytest.raises(GrammarUndecided):
         compiler.compile("regex", "a")
+    with pytest.raises(GrammarUndecided):
+        compiler.check()
     monkeypatch.setattr(guard, "_start", start)
+    compiler.check()
     assert compiler.compile("regex", "a")
     guard.close()
 
@@ -229,6 +233,24 @@ guard.problem("start: /a/")
 print(guard._child.pid, flush=True)
 sys.stdin.read()
 """
+
+
+@pytest.mark.parametrize("name", ["Pipe", "subprocess.Popen"])
+def test_a_machine_without_processes_or_files_left_blames_no_grammar(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    compiler = Tokenizer(tiny.tokenizer()).grammars({tiny.EOS})
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as context:
+        context.setattr(f"engine.sampling.guard.{name}", fail)
+        with pytest.raises(GrammarUndecided, match="Resource temporarily unavailable"):
+            compiler.compile("regex", "[a-c]+")
+    assert compiler.compile("regex", "[a-c]+")
+    assert compiler._guard is not None
+    compiler._guard.close()
 
 
 def test_the_child_dies_with_its_parent(tmp_path: Path) -> None:

@@ -77,15 +77,14 @@ def test_ids_that_the_tokenizer_lacks_have_no_share() -> None:
     assert [one.logprob for one in found.top] == pytest.approx(GOLDEN, abs=1e-5)
 
 
-def test_only_who_asked_gets_them() -> None:
+def test_only_rows_that_request_logprobs_get_them() -> None:
     rows = [row(), row(logprobs=0), row(logprobs=2)]
     found = Sampler(3).sample(torch.tensor([[2.0, 1.0, 0.0]] * 3), rows).logprobs
     assert [None if one is None else len(one.top) for one in found] == [None, 0, 2]
 
 
 def test_a_grammar_and_extreme_logits_leave_them_finite() -> None:
-    one = request("a", [1, 2, 3], 8, logprobs=20)
-    one.grammar = letters("bcd")
+    one = request("a", [1, 2, 3], 8, grammar=letters("bcd"), logprobs=20)
     engine, _ = make_engine()
     (choice,) = run(engine, one)["a"].choices
     assert all(math.isfinite(p.logprob) for entry in choice.logprobs or () for p in (entry.chosen, *entry.top))
@@ -94,8 +93,7 @@ def test_a_grammar_and_extreme_logits_leave_them_finite() -> None:
 
 def test_text_ids_and_logprobs_end_at_the_same_token_when_a_stop_string_cuts() -> None:
     for stop, text in (("de", "bc"), ("g", "bcdef"), ("b", ""), ("x", "bcdefg")):
-        one = request("a", [1, 2, 3], 20, logprobs=1, stop=(stop,))
-        one.grammar = letters("bcdefg")
+        one = request("a", [1, 2, 3], 20, grammar=letters("bcdefg"), logprobs=1, stop=(stop,))
         engine, _ = make_engine()
         engine.add(one)
         seen = Collector()

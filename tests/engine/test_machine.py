@@ -1,4 +1,4 @@
-"""The engine under arbitrary sequences of submit, cancel, drop, expire and step: the stub betrays every mistake."""
+"""The engine under arbitrary sequences of submit, cancel, drop, expire and step; a mistake changes the stub's text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engine.stub import Collector, alone, expect_idle, expect_short_output
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Whatever happens in whatever order: books balance, each request ends once, and its text is its own."""
+    """In any order of events the engine is consistent, and each request ends once, with the text that it has alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,8 +154,8 @@ class EngineMachine(RuleBasedStateMachine):
     def expect_beginnings(self, one: Request, last: Finished) -> None:
         """What was cut short is the beginning of the undisturbed text; that may be the beginning of a stop string, too,
         which the undisturbed text lacks, so it is compared with the text that nothing stops."""
-        endless = Request(one.id, one.prompt, dataclasses.replace(one.params, stop=()), cache_salt=one.cache_salt)
-        endless.noise_seed = one.noise_seed
+        params = dataclasses.replace(one.params, stop=(), seed=one.noise_seed)
+        endless = Request(one.id, one.prompt, params, cache_salt=one.cache_salt)
         for mine, whole in zip(last.choices, alone(endless).choices, strict=True):
             assert mine.token_ids == whole.token_ids[: len(mine.token_ids)]
             assert whole.text.startswith(mine.text)

@@ -171,7 +171,7 @@ def test_preempted_requests_equal_transformers(
 
 
 class Recorder:
-    """Keeps the raw logits of each drawn token, by request and position."""
+    """Keeps the raw logits of each drawn token, by seed of the request and position."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.logits: dict[tuple[int, int], Tensor] = {}
@@ -179,7 +179,7 @@ class Recorder:
 
         def recording(sampler: Sampler, logits: Tensor, rows: list[Row]) -> Sampled:
             for row, values in zip(rows, logits, strict=True):
-                self.logits[row.uid, row.position] = values.clone()
+                self.logits[row.noise_seed, row.position] = values.clone()
             return sample(sampler, logits, rows)
 
         monkeypatch.setattr(Sampler, "sample", recording)
@@ -204,8 +204,7 @@ def test_ids_and_logits_have_the_same_bits_whatever_else_happens(
         one = ask("mine", mine)
         finished = finish(engine, *neighbours[:2], one, *neighbours[2:])
         monkeypatch.setattr(Sampler, "sample", recorder.sample)
-        uid = one.sequences[0].uid
-        return finished["mine"].choices[0].token_ids, [recorder.logits[uid, i] for i in range(NEW)]
+        return finished["mine"].choices[0].token_ids, [recorder.logits[one.noise_seed, i] for i in range(NEW)]
 
     def crowd() -> list[Request]:
         return [ask(f"o{i}", p, 5 + i) for i, p in enumerate(others)]

@@ -5,6 +5,7 @@ The stub's logits are an exact hash of the KV entries that it reads, so that one
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -62,7 +63,7 @@ def mixture(chance: random.Random, count: int = 12) -> list[Request]:
             **params,
         )
         if chance.random() < 0.15:
-            one.grammar = letters("[a-f]{2,6}g")
+            one = dataclasses.replace(one, grammar=letters("[a-f]{2,6}g"))
         made.append(one)
     return made
 
@@ -79,7 +80,7 @@ def check_against_alone(one: Request, last: Finished) -> None:
 
 @pytest.mark.parametrize("block", [pytest.param(i, marks=[pytest.mark.slow] if i % 2 else []) for i in range(20)])
 def test_every_request_ends_with_the_text_it_has_alone_and_all_blocks_come_back(block: int) -> None:
-    """200 seeds, half of them slow: pools from "one sequence barely fits" up, blocks of 1 to 32, no to plenty of host slots."""
+    """200 seeds, half slow: pools from one that barely holds a sequence up, blocks of 1 to 32, 0 to many host slots."""
     for seed in range(10 * block, 10 * block + 10):
         chance = random.Random(seed)
         block_size = chance.choice([1, 2, 3, 4, 8, 16, 32])
@@ -135,10 +136,11 @@ def test_a_preemption_at_any_output_index_changes_nothing(slots: int, index: int
     """Seed, penalties, stop, logprobs, grammar, choices and streaming at once; by swap and by recompute."""
 
     def make() -> Request:
-        one = request(
+        return request(
             "a",
             list(range(1, 15)),
             20,
+            grammar=letters("[a-z]{12,16}"),
             n=2,
             temperature=0.8,
             seed=7,
@@ -148,8 +150,6 @@ def test_a_preemption_at_any_output_index_changes_nothing(slots: int, index: int
             stop=("hh",),
             logprobs=3,
         )
-        one.grammar = letters("[a-z]{12,16}")
-        return one
 
     expected = alone(make())
     engine, _ = make_engine(host_slots=slots)
@@ -199,7 +199,7 @@ def test_forks_that_are_swapped_together_share_their_prompt_in_the_host_tier() -
     expect_idle(engine)
 
 
-# ── who goes first ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── order of service ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def order_of_ends(engine: Engine, requests: list[Request]) -> list[str]:
@@ -239,6 +239,26 @@ def test_a_low_request_that_has_aged_is_not_overtaken_for_ever() -> None:
     assert served.index("low") < 30
     for _ in steps(engine):
         pass
+
+
+@pytest.mark.parametrize("keeps_turn", [True, False])
+def test_a_dropped_request_that_is_added_again_with_its_turn_keeps_its_place(
+    keeps_turn: bool,
+) -> None:
+    now = [0.0]
+    engine, _ = make_engine(max_num_seqs=1, aging_seconds=10.0)
+    engine._clock = lambda: now[0]
+    low = request("low", [1], 1, priority=2)
+    engine.add(low)
+    turn = engine.turn("low")
+    assert turn == 20.0
+    engine.drop("low")
+    engine.step()
+    assert engine.turn("low") is None
+    now[0] = 15.0
+    engine.add(low, turn if keeps_turn else None)
+    ends = order_of_ends(engine, [request("normal", [2], 1, priority=1)])
+    assert ends == (["low", "normal"] if keeps_turn else ["normal", "low"])
 
 
 @pytest.mark.parametrize("limit", [0, 3])

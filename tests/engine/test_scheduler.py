@@ -1,4 +1,4 @@
-"""What a step plans: who, how many tokens, whose blocks."""
+"""What a step plans: which sequences, how many tokens of each, which blocks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_no_plan_exceeds_the_token_budget_or_the_number_of_sequences() -> None:
     assert max(len(p.slices) for p in runner.plans) == 3
 
 
-def test_lanes_then_arrival_decide_who_is_admitted() -> None:
+def test_requests_are_admitted_by_lane_then_by_arrival() -> None:
     engine, runner = make_engine(max_num_seqs=1)
     for name, priority in (("low", 2), ("normal", 1), ("high", 0), ("high2", 0)):
         engine.add(request(name, [7], max_tokens=1, priority=priority))
@@ -66,7 +66,7 @@ def test_a_prefix_hit_shortens_the_prefill_to_what_is_new() -> None:
     assert finished["b"].cached_tokens == 12
 
 
-def test_who_shares_a_prefix_waits_for_the_first_to_compute_it() -> None:
+def test_a_sequence_waits_for_a_running_one_that_computes_its_prefix() -> None:
     engine, runner = make_engine(max_num_batched_tokens=8)
     prefix = list(range(1, 17))
     requests = [request(f"r{i}", [*prefix, 40 + i], max_tokens=1) for i in range(4)]
@@ -77,7 +77,7 @@ def test_who_shares_a_prefix_waits_for_the_first_to_compute_it() -> None:
         assert finished[one.id].choices == alone(one).choices
 
 
-def test_who_waits_for_a_prefix_goes_on_when_its_first_is_cancelled() -> None:
+def test_a_sequence_that_waits_for_a_prefix_runs_when_the_computing_request_is_cancelled() -> None:
     engine, _ = make_engine(max_num_batched_tokens=4)
     engine.add(request("first", list(range(1, 17))))
     second = request("second", list(range(1, 17)))
@@ -89,7 +89,7 @@ def test_who_waits_for_a_prefix_goes_on_when_its_first_is_cancelled() -> None:
     expect_idle(engine)
 
 
-def test_under_pressure_the_last_gives_way_and_everyone_gets_its_own_text() -> None:
+def test_when_blocks_run_out_the_last_sequence_is_preempted_and_every_text_stays_the_same() -> None:
     engine, _ = make_engine(num_blocks=8, block_size=4, max_model_len=32)
     expect_short_outputs(engine)
     requests = [request(f"r{i}", [i + 1] * 5, max_tokens=20, ignore_eos=True) for i in range(4)]

@@ -59,6 +59,14 @@ UNION: dict[str, Any] = {
     "discriminator": {"propertyName": "kind", "mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}},
 }
 """A tagged union as pydantic writes it."""
+RECORD: dict[str, Any] = {
+    "type": "object",
+    "propertyNames": {"$ref": "#/$defs/Key"},
+    "additionalProperties": INT,
+    "required": ["a"],
+    "$defs": {"Key": {"title": "Key", "type": "string", "enum": ["a", "b.c"]}},
+}
+"""A dictionary whose keys are an enumeration, as pydantic writes it."""
 NOTHING: dict[str, Any] = {"not": {"minimum": 0}}
 
 REFUSED: list[tuple[Any, str]] = [
@@ -70,7 +78,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"x-guidance": {"coerce_one_of": True}, "oneOf": [INT, {"type": "number"}]}, "x-guidance"),
     ({"x-guidance": {}}, "x-guidance"),
     ({"properties": {"a": {"x-guidance": {}}}}, "/properties/a: x-guidance"),
-    # Keywords that restrict, or that nobody knows, at every level.
+    # Keywords that restrict, or that are unknown, at every level.
     ({"allOf": [NOTHING]}, "/allOf/0: not"),
     ({"items": {"uniqueItems": True}}, "/items: uniqueItems"),
     ({"$defs": {"a": {"contains": {}}}}, "/$defs/a: contains"),
@@ -80,6 +88,14 @@ REFUSED: list[tuple[Any, str]] = [
     ({"dependencies": {"a": ["b"]}}, "dependencies"),
     ({"type": "string", "format": "password"}, "password"),
     ({"type": "integer", "format": "int32"}, "int32"),
+    ({"type": "string", "format": ["date"]}, "/format"),
+    ({"propertyNames": {"pattern": "^a"}}, "/propertyNames"),
+    ({"propertyNames": {"type": "string", "maxLength": 3}}, "/propertyNames"),
+    ({"propertyNames": {"x-guidance": {}}}, "/propertyNames: x-guidance"),
+    ({"propertyNames": {"type": "integer"}}, "/propertyNames"),
+    ({"propertyNames": {"enum": ["a"], "pattern": "b"}}, "/propertyNames"),
+    ({"propertyNames": {"enum": ["a"]}, "properties": {"a": INT}}, "/propertyNames"),
+    ({"propertyNames": {"enum": ["\x01"]}}, "U+0001"),
     ({"additionalItems": False, "items": INT}, "additionalItems"),
     ({"additionalItems": False, "prefixItems": [INT]}, "additionalItems"),
     # A repeated key would count twice.
@@ -95,6 +111,8 @@ REFUSED: list[tuple[Any, str]] = [
     # Values of the wrong kind.
     ({"minLength": -1}, "/minLength"),
     ({"minLength": 1.5}, "/minLength"),
+    ({"minLength": 2**60}, "/minLength"),
+    ({"minItems": 1e300}, "/minItems"),
     ({"maxItems": "3"}, "/maxItems"),
     ({"minimum": "5"}, "/minimum"),
     ({"minimum": True}, "/minimum"),
@@ -179,6 +197,9 @@ ENFORCED: list[tuple[Any, str]] = [
     ({"patternProperties": {"^a": INT}}, r'{"\u0061":"x"}'),
     (UNION, '{"kind":"dog","age":"x"}'),
     ({"properties": {"ab": {"minimum": 5}}, "patternProperties": {"^a": INT}}, '{"ab":"x"}'),
+    (RECORD, '{"a":1,"bxc":2}'),
+    (RECORD, '{"a":"x"}'),
+    ({"propertyNames": {"enum": []}, "type": "object"}, '{"":1}'),
     # An older draft's name switches no keyword off.
     ({"$schema": DRAFT_4, "const": 5}, "6"),
     ({"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/$defs/a", "$defs": {"a": {}}, "const": 5}, "6"),
@@ -263,6 +284,9 @@ ALLOWED: list[tuple[Any, str]] = [
     ({"minProperties": 2, "required": ["a"], "type": "object"}, '{"a":1,"b":2}'),
     ({"minLength": 2.0, "type": "string"}, '"ab"'),
     ({"title": "t", "description": "d", "default": {"not": 1}, "examples": [{}], "deprecated": True, **INT}, "1"),
+    ({"maxLength": 2**53 - 1, "type": "string"}, '"ab"'),
+    ({"propertyNames": {"type": "string"}, "additionalProperties": INT, "type": "object"}, '{"a":1}'),
+    (RECORD, '{"a":2,"b.c":1}'),
     ({"oneOf": [{"const": "a"}, {"const": "b"}], "discriminator": {"propertyName": "kind"}}, '"b"'),
     (UNION, '{"kind":"dog","age":7}'),
     ({"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": INT}}, "null"),
@@ -308,6 +332,12 @@ ALLOWED: list[tuple[Any, str]] = [
 def test_a_valid_text_can_be_generated(schema: Any, text: str) -> None:
     assert accepts("json", schema, text)
     assert validator_for(schema, default=Draft202012Validator)(schema).is_valid(json.loads(text))
+
+
+def test_an_object_whose_names_are_listed_ends_after_the_last_of_them() -> None:
+    matcher = Grammar(TOKENIZER, _source("json", RECORD)).matcher()._matcher
+    assert matcher.consume_tokens(list(b'{"a":1,"b.c":2'))
+    assert matcher.try_consume_tokens(list(b",")) == 0
 
 
 def test_the_pattern_of_dates_knows_the_calendar() -> None:
@@ -381,6 +411,8 @@ def test_a_pattern_means_what_ecma_262_says(pattern: str, matches: str, other: s
         (r"[^]a]", "[^]"),
         (r"[a", "[a"),
         ("a\\", "\\"),
+        ("a++", "nothing to repeat"),
+        ("a{2}{3}", "nothing to repeat"),
     ],
 )
 def test_a_pattern_that_tools_read_differently_is_refused(pattern: str, named: str) -> None:

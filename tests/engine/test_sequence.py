@@ -3,12 +3,12 @@
 import pytest
 
 from engine.sampling.text import TextStream
-from engine.sequence import TRANSITIONS, IllegalTransition, Sequence, SequenceStatus
+from engine.sequence import TRANSITIONS, IllegalTransition, RequestState, Sequence, SequenceStatus
 from tests.engine.stub import request, token_bytes
 
 
 def make(status: SequenceStatus) -> Sequence:
-    seq = Sequence(request("r", [1, 2, 3]), 0, TextStream(token_bytes))
+    seq = Sequence(RequestState(request("r", [1, 2, 3])), 0, TextStream(token_bytes))
     seq.status = status
     return seq
 

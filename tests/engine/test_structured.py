@@ -268,8 +268,7 @@ class _StuckGrammar:
 def test_a_grammar_that_gives_up_ends_its_own_request_only(temperature: float) -> None:
     engine, _ = make_engine()
     params = {"temperature": temperature, "seed": 1, "logprobs": 2, "repetition_penalty": 1.3, "min_tokens": 2}
-    stuck = request("stuck", [1, 2], **params)
-    stuck.grammar = _StuckGrammar()  # type: ignore[assignment]
+    stuck = request("stuck", [1, 2], grammar=_StuckGrammar(), **params)  # type: ignore[arg-type]
     finished = run(engine, stuck, request("well", [1, 2, 3], 5))
     assert (finished["stuck"].outcome, finished["stuck"].fault) == (Outcome.FAILED, Fault.GRAMMAR)
     assert finished["stuck"].choices[0].finish_reason is FinishReason.ERROR
@@ -278,10 +277,9 @@ def test_a_grammar_that_gives_up_ends_its_own_request_only(temperature: float) -
 
 def test_a_stop_id_and_the_end_id_end_a_grammar_that_could_go_on() -> None:
     engine, _ = make_engine()
-    one = request("a", [1, 2, 3], 20, stop_token_ids=frozenset({5}), logit_bias=((5, 100.0),))
-    one.grammar = letters("[a-z]+")
-    two = request("b", [1, 2, 3], 20, logit_bias=((EOS, 100.0),))
-    two.grammar = letters("[a-z]+")
+    grammar = letters("[a-z]+")
+    one = request("a", [1, 2, 3], 20, grammar=grammar, stop_token_ids=frozenset({5}), logit_bias=((5, 100.0),))
+    two = request("b", [1, 2, 3], 20, grammar=grammar, logit_bias=((EOS, 100.0),))
     finished = run(engine, one, two)
     assert (finished["a"].choices[0].stop, finished["a"].choices[0].text) == (5, "")
     assert len(finished["b"].choices[0].text) == 1  # the pattern wants one letter before the end

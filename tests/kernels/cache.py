@@ -7,7 +7,8 @@ import random
 import torch
 from torch import Tensor
 
-from kernels.attention import AttentionBatch, CacheSpec, get_backend
+from kernels.attention import get_backend
+from kernels.attention.base import AttentionBatch, CacheSpec
 
 
 class Cache:

@@ -26,7 +26,7 @@ class FlashStandIn:
     """Put an instance in the place of the module `flash_attn`."""
 
     __version__ = "2.8.3"
-    __spec__ = ModuleSpec("flash_attn", None)  # others look whether it is there
+    __spec__ = ModuleSpec("flash_attn", None)  # other libraries check that it exists
 
     def __init__(self, device_type: str = "cpu") -> None:
         """`device_type` is what counts as the GPU."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from kernels.attention import CacheSpec, backend_names, get_backend
+from kernels.attention import _class, backend_names, get_backend
+from kernels.attention.base import CacheSpec
 from tests.kernels.cache import Cache
 
 CPU = torch.device("cpu")
@@ -21,7 +25,7 @@ def spec(block_size: int = 16, kv_heads: int = 2, dim: int = 16, dtype: torch.dt
 )
 def test_mixed_batches_equal_the_oracle(block_size: int, options: dict[str, object]) -> None:
     cache = Cache(spec(block_size), [150, 1, 37, 300, 129, 128], heads=6)
-    for layer in (0, 1):  # prefill in part, others' rest, then decodes next to chunks
+    for layer in (0, 1):  # partial prefills, the remaining prefills, then decodes beside chunks
         cache.run([(0, 0, 100), (3, 0, 260), (4, 0, 128), (5, 0, 127)], layer=layer)
         work = [(0, 100, 101), (1, 0, 1), (2, 0, 37), (3, 260, 300), (4, 128, 129), (5, 127, 128)]
         got = cache.run(work, padding=5, layer=layer, **options)
@@ -109,3 +113,14 @@ def test_auto_takes_a_backend_and_unknown_names_are_refused() -> None:
     assert get_backend("auto", spec()).name in backend_names()
     with pytest.raises(ValueError, match="unknown attention backend 'nope'"):
         get_backend("nope", spec())
+
+
+def test_the_names_of_the_backends_are_known_without_importing_torch() -> None:
+    code = "import sys, kernels.attention as a; a.backend_names(); print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("name", backend_names())
+def test_a_backend_has_the_name_of_its_module(name: str) -> None:
+    assert _class(name).name == name

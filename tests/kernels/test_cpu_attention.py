@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 
 import pytest
@@ -11,8 +10,10 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.attention import AttentionBatch, CacheSpec, get_backend
+from kernels.attention import get_backend
+from kernels.attention.base import AttentionBatch, CacheSpec
 from tests.kernels.cache import Cache
+from tests.support import output_of
 
 CPU = torch.device("cpu")
 DTYPES = native.DTYPES
@@ -189,7 +190,7 @@ def test_hundreds_of_sequences_with_one_prefix_equal_the_reference() -> None:
         (CacheSpec(1, 1, 64, 16, torch.float16, CPU), r"no torch\.float16"),
     ],
 )
-def test_what_it_cannot_run_goes_to_another_backend(
+def test_a_spec_that_the_cpu_backend_cannot_run_goes_to_another_backend(
     spec: CacheSpec, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ValueError, match=reason):
@@ -209,7 +210,7 @@ def test_another_device_is_no_reason_for_a_warning(caplog: pytest.LogCaptureFixt
     assert not caplog.records
 
 
-def test_auto_takes_it_where_it_can() -> None:
+def test_auto_takes_the_cpu_backend_if_it_runs_the_spec() -> None:
     assert get_backend("auto", CacheSpec(1, 1, 64, 16, torch.bfloat16, CPU)).name == "cpu"
 
 
@@ -231,7 +232,6 @@ print(before, after, len(runtimes), native._gomp_parallel() == torch_gomp)
 """
 
 
-def test_it_runs_on_the_threads_of_torchs_openmp_runtime_and_loads_no_other() -> None:
-    result = subprocess.run([sys.executable, "-c", _THREADS], capture_output=True, text=True, timeout=120, check=True)
-    before, after, runtimes, same = result.stdout.split()
+def test_the_cpu_backend_runs_on_torchs_openmp_threads_and_loads_no_other_runtime() -> None:
+    before, after, runtimes, same = output_of([sys.executable, "-c", _THREADS]).split()
     assert (after, runtimes, same) == (before, "1", "True")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.attention import AttentionBatch, CacheSpec, backend_names, get_backend
+from kernels.attention import backend_names, get_backend
+from kernels.attention.base import AttentionBatch, CacheSpec
 from kernels.attention.flash import FlashBackend
 from tests.kernels.cache import Cache
 from tests.kernels.flash_stand_in import FlashStandIn
@@ -106,7 +107,7 @@ def test_read_returns_what_was_written() -> None:
 
 @pytest.mark.usefixtures("flash")
 @pytest.mark.parametrize("seed", range(8))
-def test_it_agrees_with_the_reference_on_random_batches(seed: int) -> None:
+def test_flash_agrees_with_the_reference_on_random_batches(seed: int) -> None:
     draw = random.Random(seed)
     lengths = [draw.choice([1, 3, 40, 256, 257, 700]) for _ in range(draw.randint(1, 6))]
     options = {"window": draw.choice([None, 1, 64, 400]), "softcap": draw.choice([None, 8.0])}
@@ -159,7 +160,7 @@ def test_a_spec_that_the_library_does_not_run_is_refused(change: dict[str, Any],
         get_backend("flash", CacheSpec(num_layers=1, num_kv_heads=1, **{**good, **change}))
 
 
-def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_flash_attn_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = CacheSpec(1, 1, 64, 256, torch.bfloat16, CPU)
     with pytest.raises(ValueError, match="does not run on cpu"):
         get_backend("flash", spec)
@@ -172,12 +173,12 @@ def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyP
         get_backend("flash", spec)
 
 
-def test_it_is_imported_only_when_a_backend_is_made() -> None:
+def test_flash_attn_is_imported_only_when_the_backend_is_created() -> None:
     assert "flash_attn" not in sys.modules
 
 
 @pytest.mark.usefixtures("flash")
-def test_auto_prefers_it_and_takes_the_pages_that_it_wants() -> None:
+def test_auto_prefers_flash_and_takes_its_block_size() -> None:
     backend = get_backend("auto", CacheSpec(1, 1, 64, 0, torch.bfloat16, CPU))
     assert (backend.name, backend.spec.block_size) == ("flash", 256)
 
@@ -195,7 +196,7 @@ def test_auto_says_nothing_of_backends_for_other_devices(caplog: pytest.LogCaptu
 
 
 def test_the_setting_offers_every_backend() -> None:
-    asked = {Settings(model="m", attention=name).attention for name in ("auto", *backend_names())}  # type: ignore[arg-type]
+    asked = {Settings(model="m", attention=name).attention for name in ("auto", *backend_names())}
     assert asked == {"auto", *backend_names()}
 
 
@@ -302,7 +303,7 @@ def test_the_stand_in_refuses_pages_that_are_no_multiple_of_256() -> None:
 
 
 @pytest.mark.parametrize("name", ["k", "rotary_cos", "cache_batch_idx", "cache_leftpad", "alibi_slopes"])
-def test_the_stand_in_says_what_it_has_not(name: str) -> None:
+def test_the_stand_in_raises_for_what_it_does_not_have(name: str) -> None:
     with pytest.raises(NotImplementedError):
         FlashStandIn().flash_attn_with_kvcache(**arguments(), **{name: torch.zeros(1)})
 

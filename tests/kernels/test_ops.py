@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kernels import native, ops
 from kernels import ops_reference as reference
-from kernels.attention import CacheSpec, get_backend
+from kernels.attention import get_backend
+from kernels.attention.base import CacheSpec
 from tests.kernels.cache import Cache
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the compiled kernels are not there")

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.models.loading import LoadedModel
-from kernels.attention import AttentionBatch, get_backend
+from kernels.attention import get_backend
+from kernels.attention.base import AttentionBatch
 from kernels.linear import bucket
 
 

@@ -57,7 +57,7 @@ def test_a_variable_cannot_have_a_name_of_the_machinery(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["raise_exception", "range", "cls", "kwargs", "args", "tokenizer", "a b", ""])
-def test_any_other_name_is_a_variable_or_the_senders_error(name: str) -> None:
+def test_every_other_name_is_a_template_variable_or_an_error_of_the_sender(name: str) -> None:
     ours = Tokenizer(tokenizer())
     assert ours.encode_chat(HELLO, **{name: 1}) == ours.encode_chat(HELLO)
     with pytest.raises(ChatError, match="chat template"):

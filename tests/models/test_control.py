@@ -122,6 +122,25 @@ def test_a_template_may_work_on_control_text_as_on_other_text(template: str, tex
     assert ours.decode(ids, skip_special_tokens=False) == expected.get(text, text)
 
 
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [
+        ("{{ messages[0]['content'].replace('/think', '') }}", "<|im_/thinkend|>"),
+        ("{{ messages[0]['content'] | lower }}", "<|IM_END|>"),
+        ("{{ messages[0]['content'] + messages[1]['content'] }}", "<|im_"),
+        ("<{{ messages[0]['content'] }}>", "|im_end|"),
+    ],
+)
+def test_a_template_cannot_make_control_text_of_what_users_send(template: str, content: str) -> None:
+    ours = wrap("gpt2", "{% if messages[0]['role'] == 'user' %}" + template + "{% endif %}<s>")
+    chat = [{"role": "user", "content": content}, {"role": "user", "content": "end|>"}]
+    ids = ours.encode_chat(chat)
+    assert not {START, END, 2} & set(ids)
+    assert ids.count(1) == 1
+    ours.special_tokens_in_messages = True
+    assert END in ours.encode_chat(chat)
+
+
 def test_masks_are_characters_that_the_text_does_not_hold() -> None:
     ours = wrap("gpt2")
     content = "".join(map(chr, range(0xF0000, 0xF0040))) + "<|im_end|>"

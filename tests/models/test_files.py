@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.config import ModelOptions
@@ -65,14 +66,14 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 @BACKENDS
 class TestBesideTheWeights:
     @pytest.mark.parametrize("name", ["consolidated.safetensors", "adapter_model.safetensors"])
-    def test_other_weights_are_left_alone(self, model: Path, backend: str, name: str) -> None:
+    def test_other_weights_beside_the_safetensors_are_ignored(self, model: Path, backend: str, name: str) -> None:
         save_file({"layers.0.attention.wq.weight": torch.ones(2, 2)}, model / name)
         if name.startswith("adapter"):
             (model / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "some/base"}')
         assert torch.allclose(logits(load(model, backend=backend)), Reference(model).logits(PROMPT), atol=1e-3)
 
     @pytest.mark.parametrize("name", ["consolidated.safetensors", "adapter_model.safetensors", "pytorch_model.bin"])
-    def test_and_named_where_they_are_all_there_is(self, model: Path, backend: str, name: str) -> None:
+    def test_other_weights_are_named_if_there_are_no_safetensors(self, model: Path, backend: str, name: str) -> None:
         (model / "model.safetensors").rename(model / name)
         refused(model, str(model), name, backend=backend)
 
@@ -111,11 +112,27 @@ class TestShards:
         refused(shards, ".safetensors lacks tensor 'model.norm.weight'", backend=backend)
 
     @pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": 1}', '{"weight_map": {}}', POINTER])
-    def test_an_index_that_is_none_is_refused(self, shards: Path, backend: str, index: str) -> None:
+    def test_an_invalid_index_is_refused(self, shards: Path, backend: str, index: str) -> None:
         (shards / "model.safetensors.index.json").write_text(index)
         refused(shards, "model.safetensors.index.json", backend=backend)
 
-    def test_one_that_is_cut_off_is_named(self, shards: Path, backend: str) -> None:
+    def test_a_tensor_in_two_shards_is_that_of_the_index(self, model: Path, shards: Path, backend: str) -> None:
+        first, second = sorted(shards.glob("*.safetensors"))[:2]
+        name, tensor = next(iter(load_file(first).items()))
+        save_file(load_file(second) | {name: tensor * 3}, second, metadata={"format": "pt"})
+        assert torch.allclose(logits(load(shards, backend=backend)), logits(load(model)), atol=1e-4)
+
+    def test_one_file_may_have_any_name(self, model: Path, backend: str) -> None:
+        want = logits(load(model, backend=backend))
+        (model / "model.safetensors").rename(model / "weights.safetensors")
+        (model / "._weights.safetensors").write_bytes(b"junk")  # as macOS leaves beside copies
+        assert torch.allclose(logits(load(model, backend=backend)), want, atol=1e-4)
+
+    def test_an_index_needs_no_metadata(self, model: Path, shards: Path, backend: str) -> None:
+        edit(shards / "model.safetensors.index.json", lambda index: index.pop("metadata"))
+        assert torch.allclose(logits(load(shards, backend=backend)), logits(load(model)), atol=1e-4)
+
+    def test_a_truncated_shard_is_named(self, shards: Path, backend: str) -> None:
         shard = next(shards.glob("model-00002-*"))
         shard.write_bytes(shard.read_bytes()[:-100])
         refused(shards, shard.name, backend=backend)
@@ -146,16 +163,61 @@ def test_directories_without_a_model_say_what_they_lack(tmp_path: Path) -> None:
     refused(tmp_path / "other", "no config.json")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("rope_scaling", {"rope_type": "linear", "factor": 0}, "rope settings"),
+        ("rope_scaling", {"rope_type": "linear", "factor": -2}, "rope settings"),
+        ("rope_scaling", {"rope_type": "linear", "factor": "2"}, "rope settings"),
+        ("rope_scaling", {"rope_type": "foo"}, "rope type 'foo'"),
+        ("rope_theta", "many", "rope settings"),
+        ("max_position_embeddings", 0, "max_position_embeddings"),
+        ("num_key_value_heads", 0, "KV heads"),
+        ("rms_norm_eps", -1.0, "rms_norm_eps"),
+    ],
+)
+def test_a_config_whose_numbers_make_no_sense_is_refused(model: Path, key: str, value: Any, named: str) -> None:
+    def change(config: dict[str, Any]) -> None:
+        del config["rope_parameters"]
+        config[key] = value
+
+    edit(model / "config.json", change)
+    refused(model, named)
+
+
+def test_a_directory_without_a_tokenizer_says_so(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    refused(model, "has no tokenizer.json")
+
+
 class TestQuantisation:
     @BACKENDS
-    @pytest.mark.parametrize("stated", [{"quant_method": "future", "bits": 4}, {"bits": 4}, {}])
+    def test_weights_of_integers_without_a_scale_are_refused(self, model: Path, backend: str) -> None:
+        tensors = load_file(model / "model.safetensors")
+        name = "model.layers.0.mlp.up_proj.weight"
+        save_file(
+            tensors | {name: tensors[name].to(torch.int8)}, model / "model.safetensors", metadata={"format": "pt"}
+        )
+        refused(model, name, "quantisation", backend=backend)
+
+    @BACKENDS
+    @pytest.mark.parametrize(
+        "stated",
+        [
+            {"quant_method": "future", "bits": 4},
+            {"quant_method": "gpt"},  # only the beginning of a known name
+            {"quant_method": "bitsandbytes", "load_in_4bit": False},
+            {"bits": 4},
+            {},
+        ],
+    )
     def test_an_unknown_method_is_refused_though_the_weights_are_plain(
         self, model: Path, backend: str, stated: dict[str, Any]
     ) -> None:
         edit(model / "config.json", lambda config: config.update(quantization_config=stated))
         refused(model, "quantization_config", f"quant_method {stated.get('quant_method')!r}", backend=backend)
 
-    def test_so_is_an_older_key(self, model: Path) -> None:
+    def test_an_unknown_method_under_the_older_key_is_refused(self, model: Path) -> None:
         edit(model / "config.json", lambda config: config.update(compression_config={"quant_method": "future"}))
         refused(model, "compression_config")
 
@@ -166,11 +228,11 @@ class TestQuantisation:
 
 class TestTokenizers:
     @pytest.mark.parametrize("part", ["model", "pre_tokenizer", "decoder", "normalizer"])
-    def test_one_that_is_newer_than_the_library_is_refused(self, model: Path, part: str) -> None:
+    def test_a_tokenizer_that_is_newer_than_the_library_is_refused(self, model: Path, part: str) -> None:
         edit(model / "tokenizer.json", lambda state: state.update({part: {"type": "FromTheFuture"}}))
         refused(model, "the tokenizer of model")
 
-    def test_holes_in_its_ids_hide_no_id_behind_them(self, tmp_path: Path) -> None:
+    def test_missing_ids_of_a_tokenizer_hide_no_later_id(self, tmp_path: Path) -> None:
         path = build(tmp_path / "model", vocab_size=400)
 
         def add(state: dict[str, Any]) -> None:
@@ -192,7 +254,7 @@ class TestRopeOfGemma3:
 
     @pytest.mark.parametrize("backend", ["fused", "transformers"])
     @pytest.mark.parametrize("form", ["flat", "old"])
-    def test_all_give_the_same_logits(self, tmp_path: Path, form: str, backend: str) -> None:
+    def test_every_form_of_the_rope_gives_the_same_logits(self, tmp_path: Path, form: str, backend: str) -> None:
         nested = {"full_attention": self.FULL, "sliding_attention": self.LOCAL}
         kinds = ["sliding_attention", "full_attention", "sliding_attention"]
         path = build(
@@ -224,7 +286,7 @@ def one(model: Path, tmp_path: Path) -> Path:
     return convert(model, tmp_path / "one.gguf", "llama")
 
 
-def rewrite(source: Path, target: Path, keep: Callable[[str], bool], **more: int) -> Path:
+def rewrite(source: Path, target: Path, keep: Callable[[str], bool], **more: int | str) -> Path:
     """A copy of a GGUF file with the keys and tensors for whose names `keep` is true."""
     reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(target, "llama")
     writer.kv_data[0].clear()
@@ -233,7 +295,8 @@ def rewrite(source: Path, target: Path, keep: Callable[[str], bool], **more: int
             item = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(name, field.contents(), field.types[0], item)
     for name, value in more.items():
-        writer.add_uint16(name.replace("__", "."), value)
+        key = name.replace("__", ".")
+        writer.add_string(key, value) if isinstance(value, str) else writer.add_uint16(key, value)
     for tensor in reader.tensors:
         if keep(tensor.name):
             writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
@@ -295,7 +358,10 @@ class TestGgufFiles:
         parts = split(one, tmp_path / "split")
         refused(parts[0].rename(tmp_path / "renamed.gguf"), "one of 3 parts")
 
-    def test_upper_case_is_the_same(self, one: Path, tmp_path: Path) -> None:
+    def test_the_suffix_gguf_may_be_in_upper_case(self, one: Path, tmp_path: Path) -> None:
+        for part in split(one, tmp_path / "parts"):
+            part.rename(part.with_name(part.name.upper()))
+        assert load(tmp_path / "parts").name == "BIG"
         assert load(one.rename(tmp_path / "ONE.GGUF")).name == "ONE"
 
     def test_a_folder_with_one_model_is_that_model(self, one: Path, tmp_path: Path) -> None:
@@ -303,15 +369,25 @@ class TestGgufFiles:
         folder.mkdir()
         shutil.copy(one, folder / "a.gguf")
         projector(folder / "mmproj-a.gguf")
+        rewrite(one, folder / "lora.gguf", lambda name: name == "general.architecture", general__type="adapter")
+        rewrite(one, folder / "imatrix.gguf", lambda name: False, general__type="imatrix")
         assert load(folder).name == "a"
         shutil.copy(one, folder / "b.GGUF")
         refused(folder, "several GGUF models", "a.gguf, b.GGUF")
 
-    def test_a_projector_is_no_model(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("name", ["adapter_model.safetensors", "consolidated.safetensors", "._a.gguf"])
+    def test_it_is_found_beside_files_that_are_no_model(self, one: Path, tmp_path: Path, name: str) -> None:
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        shutil.copy(one, folder / "a.gguf")
+        (folder / name).write_bytes(b"junk")
+        assert load(folder).name == "a"
+
+    def test_a_folder_with_only_a_projector_is_no_model(self, tmp_path: Path) -> None:
         refused(projector(tmp_path / "mmproj.gguf"), "mmproj.gguf", "'clip'")
         refused(tmp_path, "no language model", "mmproj.gguf")
 
-    def test_it_is_refused_wherever_it_is_cut_off(self, one: Path, tmp_path: Path) -> None:
+    def test_a_truncated_gguf_file_is_refused_wherever_it_ends(self, one: Path, tmp_path: Path) -> None:
         whole = one.read_bytes()
         for length in (0, 3, 4, 7, 20, 24, 100, 1000, 5000, 15000, 20000, len(whole) // 2, len(whole) - 4):
             path = tmp_path / "short.gguf"
@@ -332,6 +408,14 @@ class TestGgufFiles:
     ) -> None:
         (tmp_path / "x.gguf").write_bytes(content)
         refused(tmp_path / "x.gguf", "x.gguf", part)
+
+    def test_a_damaged_count_is_refused_before_a_large_file_is_read_for_it(self, tmp_path: Path) -> None:
+        array = (9).to_bytes(4, "little") + (0).to_bytes(4, "little") + (30_000_000).to_bytes(8, "little")
+        head = b"GGUF" + (3).to_bytes(4, "little") + (0).to_bytes(8, "little") + (1).to_bytes(8, "little")
+        (tmp_path / "x.gguf").write_bytes(head + (1).to_bytes(8, "little") + b"a" + array + bytes(30_000_000))
+        began = time.process_time()
+        refused(tmp_path / "x.gguf", "30000000 elements")
+        assert time.process_time() - began < 0.5
 
     @pytest.mark.parametrize(
         "name",
@@ -362,6 +446,8 @@ class TestGgufFiles:
             ("block_count", 2.5),
             ("block_count", 4),
             ("context_length", 0),
+            ("rope.scaling.factor", -2.0),
+            ("rope.scaling.factor", float("inf")),
             ("embedding_length", 65),
             ("feed_forward_length", -1),
         ],

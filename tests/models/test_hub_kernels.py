@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from transformers.utils import import_utils
+
+from tests.support import output_of
 
 ROOT = Path(__file__).parents[2]
 ASK = "from transformers.utils.import_utils import is_kernels_available as ask; print(ask())"
@@ -16,16 +17,7 @@ ASK = "from transformers.utils.import_utils import is_kernels_available as ask; 
 
 def run(code: str, folder: Path) -> str:
     paths = os.pathsep.join(map(str, (folder, ROOT)))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": paths},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return output_of([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, cwd=folder).strip()
 
 
 @pytest.fixture
@@ -40,7 +32,7 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_trap_is_real(installed: Path) -> None:
+def test_without_our_guard_transformers_takes_our_kernels_for_the_hubs(installed: Path) -> None:
     """Else the tests below show nothing."""
     assert run(ASK, installed) == "True"
 

@@ -1,4 +1,4 @@
-"""With the fused decoder logits are bit-equal alone, among neighbours, chunked, after a prefix hit."""
+"""The logits of the fused decoder have the same bits alone, beside other sequences, chunked, and after a prefix hit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def sizes(loaded: LoadedModel, backend: str) -> list[int]:
-    """Block sizes that the backend runs: with others `auto` would take another one."""
+    """Return block sizes that the backend supports; with other sizes `auto` would take another backend."""
     multiple = Driver(loaded, 16, backend=backend).backend.page_multiple
     return [size for size in (1, 4, 16, 32) if size % multiple == 0]
 

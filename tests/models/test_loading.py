@@ -1,4 +1,4 @@
-"""Nothing in a checkpoint or a config is ignored: what is not understood goes elsewhere or is refused by name."""
+"""No key or tensor of a model's files is ignored: the model runs in transformers, or is refused with the name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from engine.config import ModelOptions
-from engine.models.config import Unsupported, fused_config
+from engine.models.config import Unsupported
+from engine.models.families import fused_config
 from engine.models.loading import LoadedModel, LoadError, load_model
 from tests.models.driver import Driver
 from tests.models.reference import Reference
@@ -199,7 +200,7 @@ class TestWhatTheFusedDecoderDoesNotKnow:
 
 
 class TestEndsOfText:
-    def test_all_sources_count(self, tmp_path: Path) -> None:
+    def test_end_ids_come_from_config_generation_config_and_tokenizer(self, tmp_path: Path) -> None:
         build(tmp_path, eos_token_id=5)
         (tmp_path / "generation_config.json").write_text(
             json.dumps({"eos_token_id": [5, 9], "temperature": 0.3, "top_k": 7})
@@ -209,7 +210,7 @@ class TestEndsOfText:
         assert (generation.temperature, generation.top_k, generation.top_p) == (0.3, 7, None)
 
     @pytest.mark.parametrize(("eos", "ends"), [(0, {0, EOS}), ([0, END], {0, END, EOS}), (None, {EOS})])
-    def test_zero_lists_and_none(self, tmp_path: Path, eos: Any, ends: set[int]) -> None:
+    def test_an_end_id_may_be_zero_a_list_or_missing(self, tmp_path: Path, eos: Any, ends: set[int]) -> None:
         build(tmp_path)
         edit_json(tmp_path / "config.json", eos_token_id=eos)
         (tmp_path / "generation_config.json").unlink()
@@ -317,7 +318,7 @@ class TestExperts:
             tensors[f"{prefix}.gate_up_proj"] = torch.cat([gate, up], dim=1)
             tensors[f"{prefix}.down_proj"] = down
 
-    def test_stacked_ones_give_the_same_bits(self, tmp_path: Path) -> None:
+    def test_stacked_experts_give_the_same_bits(self, tmp_path: Path) -> None:
         build(tmp_path, "qwen3_moe", **self.CONFIG)
         apart = load(tmp_path)
         want = logits(apart)
@@ -327,14 +328,14 @@ class TestExperts:
         assert torch.equal(logits(stacked), want)
         assert torch.allclose(want, Reference(tmp_path).logits(PROMPT), atol=1e-3)
 
-    def test_a_missing_one_is_named(self, tmp_path: Path) -> None:
+    def test_a_missing_expert_is_named(self, tmp_path: Path) -> None:
         build(tmp_path, "qwen3_moe", **self.CONFIG)
         name = "model.layers.2.mlp.experts.3.up_proj.weight"
         edit_weights(tmp_path, lambda tensors: tensors.pop(name))
         with pytest.raises(LoadError, match=re.escape(name)):
             load(tmp_path)
 
-    def test_a_shape_that_the_config_does_not_say_is_named(self, tmp_path: Path) -> None:
+    def test_an_expert_of_another_shape_than_in_the_config_is_named(self, tmp_path: Path) -> None:
         build(tmp_path, "qwen3_moe", **self.CONFIG)
         edit_weights(tmp_path, self.stack)
         edit_json(tmp_path / "config.json", num_local_experts=5)
@@ -342,6 +343,6 @@ class TestExperts:
             load(tmp_path)
 
 
-def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
+def test_a_loaded_model_has_its_tokenizer(tmp_path: Path) -> None:
     tokenizer = load(build(tmp_path)).tokenizer
     assert tokenizer.encode("fox")[0] == BOS

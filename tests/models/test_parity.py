@@ -12,7 +12,7 @@ import torch
 from engine.batch import Batch
 from engine.config import ModelOptions
 from engine.models.loading import LoadedModel, load_model
-from kernels.attention import AttentionBatch
+from kernels.attention.base import AttentionBatch
 from tests.models.driver import Driver
 from tests.models.reference import Reference, near_ties
 from tests.models.tiny import FUSED, STOCK, Case, build_case

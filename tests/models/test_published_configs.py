@@ -15,7 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from engine.config import ModelOptions
-from engine.models.config import _NEUTRAL, Unsupported, fused_config
+from engine.models.config import Unsupported
+from engine.models.families import _NEUTRAL, fused_config
 from engine.models.loading import load_model
 from tests.models.driver import Driver
 from tests.models.reference import Reference, near_ties
@@ -67,7 +68,7 @@ def read(folder: Path, config: dict[str, Any]) -> PretrainedConfig:
 
 
 def shrink(config: dict[str, Any]) -> dict[str, Any]:
-    """The same keys for a model of some thousand parameters: sizes, windows and lengths are small, the rest stays."""
+    """Return the config with small sizes, windows and lengths, for a model of some thousand parameters."""
     tiny = dict(config)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     kept = {"num_attention_heads": 4, "num_key_value_heads": 4 if heads == kv_heads else min(kv_heads, 2)}
@@ -104,7 +105,7 @@ def write_tiny(folder: Path, config: dict[str, Any]) -> None:
     read(folder, config)
 
 
-def test_they_are_many_and_of_every_fused_family() -> None:
+def test_the_published_configs_are_many_and_of_every_fused_family() -> None:
     assert len(BY_NAME) == len(PUBLISHED) >= 70
     families = {row["config"]["model_type"] for row in PUBLISHED}
     assert families == {

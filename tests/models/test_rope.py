@@ -11,7 +11,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from engine.models.config import fused_config
+from engine.models.families import fused_config
 from engine.models.rope import inverse_frequencies, position_limit, rotary_table
 from tests.models.tiny import FUSED
 

@@ -1,13 +1,13 @@
-"""What makes a start slow is not imported unless it is needed."""
+"""Slow imports happen only if they are needed."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 from tests.models.test_gguf import convert
 from tests.models.tiny import build
+from tests.support import output_of
 
 _LOAD = """
 import sys
@@ -22,5 +22,4 @@ print(*(name for name in ("transformers", "torch._dynamo", "sympy") if name in s
 
 def test_a_gguf_file_starts_without_transformers_and_without_torchs_compiler(tmp_path: Path) -> None:
     path = convert(build(tmp_path / "hf"), tmp_path / "model.gguf", "llama")
-    done = subprocess.run([sys.executable, "-c", _LOAD, str(path)], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    assert output_of([sys.executable, "-c", _LOAD, path]).split() == []

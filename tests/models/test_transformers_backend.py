@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +15,11 @@ from engine.config import ModelOptions
 from engine.models import transformers_backend
 from engine.models.config import Unsupported
 from engine.models.loading import LoadError, load_model
-from kernels.attention import AttentionBatch, get_backend
-from kernels.attention.base import CacheSpec
+from kernels.attention import get_backend
+from kernels.attention.base import AttentionBatch, CacheSpec
 from tests.models.driver import Driver
 from tests.models.tiny import STOCK, Case, build, build_case
+from tests.support import output_of
 
 
 def options(path: Path, **more: object) -> ModelOptions:
@@ -29,7 +29,7 @@ def options(path: Path, **more: object) -> ModelOptions:
 def test_our_kernels_package_does_not_stand_in_for_hugging_faces(tmp_path: Path) -> None:
     """transformers looks for a package called `kernels`; ours must not be taken for it, in a fresh process."""
     build(tmp_path)
-    root = str(Path(kernels.__file__).parent.parent)
+    root = Path(kernels.__file__).parent.parent
     code = (
         "import sys, kernels, torch\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
@@ -39,10 +39,7 @@ def test_our_kernels_package_does_not_stand_in_for_hugging_faces(tmp_path: Path)
         "AutoTokenizer.from_pretrained(sys.argv[1])\n"
         "assert model(torch.tensor([[1, 2, 3]])).logits.shape[:2] == (1, 3)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=root, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    output_of([sys.executable, "-c", code, tmp_path], cwd=root)
 
 
 def test_a_name_of_our_own_gets_no_mask_and_our_arguments(tmp_path: Path) -> None:
@@ -117,12 +114,12 @@ def test_harmless_arguments_pass() -> None:
         ({"attention_mask": torch.ones(1, 1, 3, 3)}, "mask"),
         ({"dropout": 0.1}, "dropout"),
         ({"is_causal": False}, "bidirectional"),
-        ({"sliding_window": None}, "does not tell"),
+        ({"sliding_window": None}, "does not pass it"),
         ({"value": torch.randn(1, 2, 3, 4)}, "another shape"),
-        ({"tokenmill": None}, "does not hand"),
+        ({"tokenmill": None}, "does not pass keyword"),
     ],
 )
-def test_whatever_else_attention_is_asked_for_is_refused(more: dict[str, object], message: str) -> None:
+def test_a_model_that_needs_other_attention_is_refused(more: dict[str, object], message: str) -> None:
     with pytest.raises(Unsupported, match=message):
         call(**more)
 

@@ -1,15 +1,16 @@
-"""A receiver of webhooks on loopback, HTTP or HTTPS, that records what it got and answers as it is told."""
+"""A receiver of webhooks on loopback (HTTP or HTTPS) that records requests and answers with given statuses."""
 
 from __future__ import annotations
 
 import ssl
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.support import output_of
 
 
 class Received(NamedTuple):
@@ -112,5 +113,5 @@ def certificate(folder: Path, name: str, host: str = "localhost") -> tuple[Path,
         "2",
     ]
     command += ["-subj", f"/CN={host}", "-addext", f"subjectAltName=DNS:{host}", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run(command, check=True, capture_output=True)
+    output_of(command)
     return cert, key

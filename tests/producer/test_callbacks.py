@@ -1,4 +1,4 @@
-"""Callbacks come to their receivers: once, again after a failure, or to the dead letters; none is lost on the way."""
+"""Callbacks are delivered once, retried after a failure, or become dead letters; none is lost."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ def test_a_failed_callback_is_retried_by_a_later_clerk(queue: Queue, receiver: R
     assert dead(queue) == []
 
 
-def test_what_fails_too_often_is_a_dead_letter(queue: Queue, receiver: Receiver, deliver: Deliver) -> None:
+def test_a_callback_that_fails_too_often_becomes_a_dead_letter(
+    queue: Queue, receiver: Receiver, deliver: Deliver
+) -> None:
     ended(queue, "a", receiver.url())
     receiver.answers = [503]
     assert deliver(lambda: dead(queue)) == {"delivered": 0, "put_off": 2, "dead": 1}
@@ -113,7 +115,9 @@ def test_what_fails_too_often_is_a_dead_letter(queue: Queue, receiver: Receiver,
     assert at_rest(queue)
 
 
-def test_what_must_not_be_called_is_a_dead_letter_at_once(queue: Queue, receiver: Receiver, deliver: Deliver) -> None:
+def test_a_callback_to_a_forbidden_url_becomes_a_dead_letter_at_once(
+    queue: Queue, receiver: Receiver, deliver: Deliver
+) -> None:
     bad = [receiver.url(host="127.0.0.1"), "ftp://localhost/", "https://[", "nonsense", "https://u:p@localhost/"]
     for number, url in enumerate(bad):
         ended(queue, f"j{number}", url)
@@ -165,7 +169,7 @@ def test_redis_that_goes_away_ends_a_run_and_loses_nothing(
         ({"id": "b", "url": "http://localhost/\x7f"}, "ASCII characters"),
     ],
 )
-def test_an_entry_that_no_worker_wrote_ends_alone(
+def test_a_malformed_entry_ends_without_harm_to_other_entries(
     queue: Queue, receiver: Receiver, deliver: Deliver, fields: dict[Any, Any], reason: str
 ) -> None:
     if fields["id"] == "of-another-type":
@@ -199,14 +203,18 @@ def test_a_callback_may_have_any_number_of_tries(queue: Queue, deliver: Deliver)
     assert tally["put_off"] == 1
 
 
-def test_without_leave_a_private_address_is_not_called(queue: Queue, receiver: Receiver, deliver: Deliver) -> None:
+def test_a_private_address_is_not_called_unless_it_is_allowed(
+    queue: Queue, receiver: Receiver, deliver: Deliver
+) -> None:
     ended(queue, "a", receiver.url())
     deliver(lambda: dead(queue), replace(SETTINGS, dangerously_allow_private=False))
     assert receiver.received == []
     assert "not public" in dead(queue)[0]["reason"]
 
 
-def test_what_a_dead_clerk_held_is_delivered_after_a_lease(queue: Queue, receiver: Receiver, deliver: Deliver) -> None:
+def test_the_entries_of_a_dead_clerk_are_delivered_after_a_lease(
+    queue: Queue, receiver: Receiver, deliver: Deliver
+) -> None:
     ended(queue, "a", receiver.url())
     ensure_clerks(queue.redis, queue.keys)
     streams: dict[Any, Any] = {queue.keys.callbacks: ">"}
@@ -216,7 +224,7 @@ def test_what_a_dead_clerk_held_is_delivered_after_a_lease(queue: Queue, receive
     assert len(receiver.received) == 1
 
 
-def test_two_clerks_share_the_work_and_double_none(queue: Queue, receiver: Receiver) -> None:
+def test_two_clerks_share_the_callbacks_and_deliver_each_once(queue: Queue, receiver: Receiver) -> None:
     for number in range(40):
         ended(queue, f"j{number}", receiver.url())
     couriers = [Courier(queue.url, queue.keys, SETTINGS, block_ms=30) for _ in range(2)]
@@ -229,7 +237,7 @@ def test_two_clerks_share_the_work_and_double_none(queue: Queue, receiver: Recei
     assert at_rest(queue)
 
 
-def test_a_silent_host_is_left_alone_and_delays_no_other(queue: Queue, deliver: Deliver) -> None:
+def test_a_silent_host_is_not_called_for_a_while_and_delays_no_other_host(queue: Queue, deliver: Deliver) -> None:
     calls: list[str] = []
 
     def send(_: WebhookSettings, url: str, job_id: str, __: bytes) -> None:
@@ -258,12 +266,12 @@ def test_a_missing_setting_stops_delivery_and_loses_nothing(queue: Queue, receiv
     assert len(receiver.received) == 1
 
 
-def test_without_callbacks_no_setting_is_missed(queue: Queue, deliver: Deliver) -> None:
+def test_a_missing_setting_is_no_error_while_no_callback_waits(queue: Queue, deliver: Deliver) -> None:
     rounds = iter(range(3))
     assert sum(deliver(lambda: next(rounds, None) is None, WebhookSettings()).values()) == 0
 
 
-def test_a_run_that_stops_ends_what_it_began(queue: Queue, receiver: Receiver, deliver: Deliver) -> None:
+def test_a_run_that_stops_finishes_the_calls_that_it_began(queue: Queue, receiver: Receiver, deliver: Deliver) -> None:
     ended(queue, "a", receiver.url())
     receiver.answers = [None]
     threading.Timer(0.3, receiver.release).start()

@@ -1,4 +1,4 @@
-"""The janitor removes what nobody needs, and nothing else."""
+"""The janitor removes idle consumers and leftovers of deleted jobs, and nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def names(queue: Queue) -> set[bytes]:
     return {one["name"] for one in queue.redis.xinfo_consumers(queue.keys.lane("normal"), GROUP)}
 
 
-def test_an_idle_consumer_goes_unless_it_holds_something_or_lives(queue: Queue) -> None:
+def test_an_idle_consumer_is_removed_unless_it_holds_entries_or_its_worker_lives(queue: Queue) -> None:
     busy, gone, alive = (queue.scripts(name) for name in ("busy", "gone", "alive"))
     queue.deliver(busy)
     for other in (gone, alive):
@@ -30,7 +30,7 @@ def test_an_idle_consumer_goes_unless_it_holds_something_or_lives(queue: Queue) 
     assert pending["pending"] == 1
 
 
-def test_an_idle_clerk_goes_unless_it_holds_something(queue: Queue) -> None:
+def test_an_idle_clerk_is_removed_unless_it_holds_entries(queue: Queue) -> None:
     ensure_clerks(queue.redis, queue.keys)
     queue.redis.xadd(queue.keys.callbacks, {"id": "a", "url": "u"})
     streams: dict[Any, Any] = {queue.keys.callbacks: ">"}
@@ -61,5 +61,5 @@ def test_an_abandoned_group_expires_and_one_with_jobs_does_not(queue: Queue) -> 
     assert queue.redis.ttl(group) == -1
 
 
-def test_a_queue_that_never_was_is_clean(queue: Queue) -> None:
+def test_a_queue_that_never_existed_needs_no_cleaning(queue: Queue) -> None:
     assert clean_up(queue.redis, queue.keys, idle_s=0) == {"consumers": 0, "groups": 0, "jobs": 0}

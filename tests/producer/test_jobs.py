@@ -1,9 +1,8 @@
-"""Our jobs in real `rq worker` processes: answered once, resumed after a kill, cancelled when they are stopped."""
+"""The RQ jobs in real `rq worker` processes: one request each, resumed after a kill, cancelled after a stop."""
 
 from __future__ import annotations
 
 import secrets
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from rq.command import send_stop_job_command
 from rq.serializers import JSONSerializer
 
 from tests.producer.rqprocess import Rq, rq_on
-from tests.support import RedisServer, eventually
+from tests.support import RedisServer, eventually, output_of
 from tests.tokenmill.mini import MiniWorker, Queue
 from tokenmill.client.sync import Client
 from tokenmill.protocol.connection import command_client
@@ -45,6 +44,10 @@ def held(queue: Queue, request: str) -> bool:
     return queue.redis.hget(queue.keys.job(request), "state") == b"running"
 
 
+def scripts_run(queue: Queue) -> int:
+    return int(queue.redis.info("commandstats").get("cmdstat_evalsha", {"calls": 0})["calls"])
+
+
 def batch_file(folder: Path, prompts: list[str]) -> Path:
     path = folder / "in.jsonl"
     lines = [
@@ -72,7 +75,7 @@ def test_a_job_returns_its_result_as_plain_json_and_shows_itself(queue: Queue, r
     assert job.func_name == "producer.jobs.generate"
 
 
-def test_what_a_worker_would_refuse_fails_the_job_and_says_why(rqueue: Rq, worker: MiniWorker) -> None:
+def test_a_request_that_a_worker_would_refuse_fails_the_rq_job_with_its_reason(rqueue: Rq, worker: MiniWorker) -> None:
     job = rqueue.enqueue("generate", prompt="x", temperature=9)
     rqueue.worker("--burst")
     failed = rqueue.ends(job, "failed").latest_result()
@@ -122,7 +125,7 @@ def test_a_job_whose_worker_is_killed_is_resumed_by_the_next(queue: Queue, rqueu
 
 
 @pytest.mark.slow
-def test_a_finished_request_is_found_by_a_job_that_never_heard_of_it(
+def test_a_retried_job_finds_the_request_that_ended_after_its_worker_was_killed(
     queue: Queue, rqueue: Rq, worker: MiniWorker
 ) -> None:
     job = rqueue.enqueue("generate", prompt="HOLD on", retry=rq.Retry(max=1))
@@ -164,19 +167,34 @@ def test_cancelling_a_running_job_in_rq_cancels_its_request(queue: Queue, rqueue
         assert client.job(f"{job.id}.g1").result(timeout=10).cancel_reason == "cancelled in RQ"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("retries", [0, 1])
-def test_a_job_that_runs_out_of_time_cancels_unless_it_will_come_back(
+def test_a_job_that_times_out_cancels_its_request_unless_it_will_be_retried(
     queue: Queue, rqueue: Rq, worker: MiniWorker, retries: int
 ) -> None:
     retry = rq.Retry(max=retries, interval=600) if retries else None
-    job = rqueue.jobs.enqueue("producer.jobs.generate", kwargs={"prompt": "HOLD"}, job_timeout=1, retry=retry)
-    rqueue.worker()
+    job = rqueue.jobs.enqueue("producer.jobs.generate", kwargs={"prompt": "HOLD"}, job_timeout=600, retry=retry)
+    process = rqueue.worker()
+    eventually(lambda: held(queue, f"{job.id}.g1"))
+    process.end_time()
     rqueue.ends(job, "scheduled" if retries else "failed")
+    assert "JobTimeoutException" in process.log
     if not retries:
         eventually(lambda: queue.redis.exists(queue.keys.result(f"{job.id}.g1")))
     assert held(queue, f"{job.id}.g1") == bool(retries)
     assert not queue.redis.exists(queue.keys.cancel(f"{job.id}.g1"))
+
+
+def test_a_job_that_runs_out_of_time_while_it_submits_cancels_its_request(queue: Queue, rqueue: Rq) -> None:
+    queue.redis.hset(queue.keys.meta, "max_depth", 1)
+    queue.add("another")
+    job = rqueue.jobs.enqueue("producer.jobs.generate", kwargs={"prompt": "x"}, job_timeout=600)
+    process = rqueue.worker()
+    eventually(lambda: job.get_meta(refresh=True))
+    before = scripts_run(queue)
+    eventually(lambda: scripts_run(queue) > before + 3)  # the enqueue script refuses it again and again
+    process.end_time()
+    rqueue.ends(job, "failed")
+    assert queue.redis.exists(queue.keys.cancel(f"{job.id}.g1"))
 
 
 def test_a_batch_file_is_finished_over_a_killed_horse(
@@ -194,7 +212,7 @@ def test_a_batch_file_is_finished_over_a_killed_horse(
     assert job.meta["tokenmill"]["succeeded"] == 6
 
 
-def test_stopping_a_batch_cancels_what_is_in_flight_and_a_requeue_finishes_it(
+def test_stopping_a_batch_cancels_its_requests_in_flight_and_a_requeue_finishes_it(
     queue: Queue, rqueue: Rq, worker: MiniWorker, tmp_path: Path
 ) -> None:
     source, output = batch_file(tmp_path, ["a", "HOLD b", "c", "d"]), tmp_path / "out.jsonl"
@@ -224,4 +242,4 @@ def test_jobs_import_no_torch() -> None:
     code = (
         "import sys, producer.jobs, producer.clerk; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    output_of([sys.executable, "-c", code])

@@ -1,4 +1,4 @@
-"""A webhook reaches whom it may reach, signed, and nobody else."""
+"""A webhook is sent, signed, to allowed hosts, and to no other host."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         "2002:7f00:1::", "2002:a00:1::1", "2001:0:7f00:1::1",
     ],
 )  # fmt: skip
-def test_an_address_inside_is_not_public(address: str) -> None:
+def test_a_private_or_special_address_is_not_public(address: str) -> None:
     assert not is_public(address)
 
 
@@ -75,12 +75,12 @@ def test_a_url_that_must_not_be_called_is_refused_before_any_look_up(monkeypatch
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.1", "2130706433", "[::1]"])
-def test_a_listed_name_of_an_address_inside_is_refused(host: str) -> None:
+def test_an_allowed_name_with_a_private_address_is_refused(host: str) -> None:
     with pytest.raises(Refused, match="not public"):
         resolve(STRICT, STRICT.target(f"https://{host}/"))
 
 
-def test_one_address_inside_among_public_ones_is_enough_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_with_a_private_address_among_public_ones_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [(2, 1, 6, "", (address, 443)) for address in ("1.1.1.1", "10.0.0.1")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     with pytest.raises(Refused, match="not public"):
@@ -119,7 +119,7 @@ def test_the_exact_body_is_signed_with_id_and_time_by_every_secret(receiver: Rec
     assert got.headers["webhook-id"] == "job-1"
 
 
-def test_https_goes_to_who_a_known_authority_vouches_for(own: tuple[Path, Path]) -> None:
+def test_https_needs_a_certificate_of_a_known_authority(own: tuple[Path, Path]) -> None:
     with receiving(own) as receiver:
         post(replace(OPEN, ca_file=str(own[0]), dangerously_allow_http=False), receiver.url(), "j", b"{}")
         assert (receiver.received[0].sni, receiver.received[0].headers["host"]) == (
@@ -131,7 +131,7 @@ def test_https_goes_to_who_a_known_authority_vouches_for(own: tuple[Path, Path])
         assert len(receiver.received) == 1
 
 
-def test_a_certificate_of_another_name_is_not_taken(tmp_path: Path) -> None:
+def test_a_certificate_of_another_name_is_refused(tmp_path: Path) -> None:
     other = certificate(tmp_path, "other", "hooks.example.org")
     with receiving(other) as receiver, pytest.raises(Undelivered, match=r"(?i)hostname mismatch|not valid for"):
         post(replace(OPEN, ca_file=str(other[0])), receiver.url(), "j", b"{}")
@@ -145,7 +145,7 @@ def test_a_redirect_is_not_followed(receiver: Receiver, status: int) -> None:
     assert [one.path for one in receiver.received] == ["/hook"]
 
 
-def test_an_answer_decides_what_comes_next(receiver: Receiver) -> None:
+def test_the_status_code_decides_between_delivered_retry_and_give_up(receiver: Receiver) -> None:
     receiver.answers = [204, 500, 404, 410, 200]
     post(OPEN, receiver.url(), "j", b"{}")
     for _ in range(2):
@@ -200,7 +200,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
         (b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"),
     ],
 )
-def test_an_answer_that_is_not_complete_in_time_is_none(answer: bytes, drip: bytes) -> None:
+def test_an_answer_that_is_not_complete_in_time_is_no_delivery(answer: bytes, drip: bytes) -> None:
     with raw(answer, drip) as url, pytest.raises(Undelivered, match=r"in full within 0\.3 s") as failed:
         post(replace(OPEN, timeout_s=0.3), url, "j", b"{}")
     assert failed.value.silent
@@ -218,7 +218,7 @@ def test_an_answer_that_is_not_complete_in_time_is_none(answer: bytes, drip: byt
         OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\nxx",
     ],
 )
-def test_an_answer_that_breaks_off_is_none(answer: bytes) -> None:
+def test_an_answer_that_breaks_off_is_no_delivery(answer: bytes) -> None:
     with raw(answer) as url, pytest.raises(Undelivered):
         post(OPEN, url, "j", b"{}")
 
@@ -341,10 +341,15 @@ def test_a_refused_connection_counts_as_silence(receiver: Receiver) -> None:
         ("TOKENMILL_CALLBACK_LEASE_SECONDS", "5"),
         ("TOKENMILL_CALLBACK_MAX_ATTEMPTS", "nan"),
         ("TOKENMILL_CALLBACK_MAX_ATTEMPTS", "0.2"),
+        ("TOKENMILL_CALLBACK_MAX_ATTEMPTS", "2.6"),
+        ("TOKENMILL_CALLBACK_CA_FILE", "/nowhere.pem"),
+        ("TOKENMILL_CALLBACK_CA_FILE", __file__),
+        ("TOKENMILL_DANGEROUSLY_ALLOW_HTTP_CALLBACKS", "true"),
+        ("TOKENMILL_DANGEROUSLY_ALLOW_PRIVATE_CALLBACKS", "yes"),
         ("TOKENMILL_CALLBACK_HOSTS", "hooks.example.org,https://x/y"),
     ],
 )
-def test_a_senseless_setting_is_named(name: str, value: str) -> None:
+def test_a_setting_with_a_wrong_value_is_named(name: str, value: str) -> None:
     with pytest.raises(ValueError, match=name):
         WebhookSettings.of({name: value})
 

@@ -1,4 +1,4 @@
-"""A queue of its own for each test, on both servers."""
+"""Fixtures: a queue for each test, on fakeredis and on a real server."""
 
 from __future__ import annotations
 

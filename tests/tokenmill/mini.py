@@ -1,4 +1,4 @@
-"""A worker without an engine, speaking the scripts: what it says is in the prompt.
+"""A worker without an engine: it answers each job with the words of its prompt, through the real scripts.
 
 A prompt is words between blanks; the worker publishes each as one event. Special words: `HOLD` waits until the test
 calls `release()`, `FAIL` ends with `engine_error`, `DIE` drops the job without a word as a killed worker would.
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import redis
 
+from tests.steps import Steps
 from tokenmill.protocol.body import parse_body
 from tokenmill.protocol.connection import command_client
 from tokenmill.protocol.errors import ErrorCode, JobError
@@ -19,7 +20,7 @@ from tokenmill.protocol.events import Event, parse_event
 from tokenmill.protocol.job import Identity, JobEntry, parse_entry
 from tokenmill.protocol.keys import Keys
 from tokenmill.protocol.result import Choice, ErrorInfo, Result, Status, Usage
-from tokenmill.protocol.scripts import Delivery, Ref, Scripts, StartStatus, TokenBatch
+from tokenmill.protocol.scripts import Delivery, Ref, StartStatus, TokenBatch
 
 
 @dataclass
@@ -32,8 +33,8 @@ class Queue:
     real: bool = True
     """A redis-server, as opposed to fakeredis (whose Lua is some fifty times slower)."""
 
-    def scripts(self, consumer: str = "w1", **settings: int) -> Scripts:
-        made = Scripts(self.redis, self.keys, consumer, **settings)
+    def scripts(self, consumer: str = "w1", **settings: int) -> Steps:
+        made = Steps(self.redis, self.keys, consumer, **settings)
         made.ensure_groups()
         return made
 
@@ -43,7 +44,7 @@ class Queue:
         entry = self.redis.xadd(self.keys.lane(lane), pairs)  # type: ignore[arg-type]
         return Ref(lane, entry.decode(), job_id)
 
-    def deliver(self, scripts: Scripts, job_id: str = "a", **fields: str) -> Ref:
+    def deliver(self, scripts: Steps, job_id: str = "a", **fields: str) -> Ref:
         """Add an entry and let `scripts`' worker read it."""
         ref = self.add(job_id, **fields)
         assert [d.entry for d in scripts.read(100) or ()] == [ref.entry]
@@ -67,7 +68,7 @@ class MiniWorker:
 
     def __post_init__(self) -> None:
         self._client = command_client(self.queue.url)
-        self.scripts = Scripts(self._client, self.queue.keys, self.name)
+        self.scripts = Steps(self._client, self.queue.keys, self.name)
         self._stop, self._go = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.running = 0

@@ -1,4 +1,4 @@
-"""Lengths of all containers within an object, so that a test sees any of them grow."""
+"""Sizes of all containers inside an object, so that a test sees each of them grow."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _CONTAINERS = (dict, list, set, deque, tuple)
 
 
 def of(root: object) -> Counter[str]:
-    """Lengths of all dicts, lists, sets, deques and tuples that can be reached from `root` through objects of ours, by
-    the path of attributes to them; those of equal paths (`held._jobs[].chunks`) are added up."""
+    """Return path of attributes → size of the dicts, lists, sets, deques and tuples that `root` reaches through our
+    own objects; the sizes of equal paths, such as `held._jobs[].outgoing.chunks`, are added up."""
     found: Counter[str] = Counter()
     seen: set[int] = set()
     todo: list[tuple[str, object]] = [(type(root).__name__, root)]

@@ -1,4 +1,4 @@
-"""`python -m tests.worker.fake_process`: a real worker process whose engine is faked; settings from the environment.
+"""`python -m tests.worker.fake_process`: a real worker process with a fake engine; settings come from the environment.
 
 `FAKE_STEP`: seconds a step takes; `FAKE_HANG`: the step at which the engine hangs; `FAKE_KILL`: a prompt whose tenth
 token kills the process; `FAKE_KILL_READER`: a prompt that kills the process when it is tokenised.
@@ -15,7 +15,7 @@ from typing import Any
 from engine.outputs import StepOutput
 from tests.worker.fakes import FakeEngine, FakeModel, FakeTokenizer
 from tests.worker.harness import Refusal
-from worker.cli import settings_from_environment
+from worker.cli import settings_from
 from worker.jobs.translate import Translator
 from worker.loading import Loaded
 from worker.service import main
@@ -47,4 +47,4 @@ def load(settings: Any) -> Loaded:
 
 
 if __name__ == "__main__":
-    sys.exit(main(settings_from_environment(model="fake"), load))
+    sys.exit(main(settings_from({"model": "fake"}), load))

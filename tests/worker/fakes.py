@@ -1,4 +1,4 @@
-"""An engine and a model without weights, with the interfaces of the real ones: text is a function of the prompt."""
+"""A fake engine and a fake model with the real interfaces; the text is a function of the prompt."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from engine.request import GrammarError, GrammarUndecided, InvalidRequest, Promp
 from engine.sequence import FinishReason
 
 POISON = 66
-"""A prompt holding this id fails in the engine."""
+"""A prompt with this token id fails in the engine."""
 
 
 class FakeTokenizer:
-    """One id a byte."""
+    """Has one token id for each byte."""
 
     size = 256
 
@@ -48,11 +48,17 @@ class FakeTokenizer:
 
 @dataclass
 class FakeCompiler:
-    """Knows every grammar but the pattern `bad`; `slow` ones wait for `release`, `undecided` ones fail some times."""
+    """Compiles every grammar but `bad`; `slow` waits for `release`, `undecided` fails as often as that field says."""
 
     release: threading.Event = field(default_factory=threading.Event)
     compiled: list[tuple[str, Any]] = field(default_factory=list)
     undecided: int = 0
+    broken: bool = False
+    """Whether no grammar can be tried."""
+
+    def check(self) -> None:
+        if self.broken:
+            raise GrammarUndecided("no process to try it in")
 
     def compile(self, kind: Any, spec: Any) -> Any:
         if spec == "slow":
@@ -61,6 +67,7 @@ class FakeCompiler:
             raise BaseException("as pyo3 raises what Rust panics with")
         if spec == "bad":
             raise GrammarError("it is bad")
+        self.check()
         if spec == "undecided" and self.undecided:
             self.undecided -= 1
             raise GrammarUndecided("no process to try it in")
@@ -92,18 +99,18 @@ class _Live:
 
 
 def text_of(prompt: Sequence[int], choice: int, count: int) -> str:
-    """What the fake engine answers."""
+    """Return the text that the fake engine generates."""
     return "".join(f"{(sum(prompt) + choice + n) % 97} " for n in range(count))
 
 
 def logprobs_of(request: Request, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...] | None:
-    """What the fake engine says of its tokens, where asked."""
+    """Return the fake log-probabilities of tokens, if the request asks for them."""
     top = request.params.logprobs
     return None if top is None else tuple(_logprobs(token, top) for token in tokens)
 
 
 def _logprobs(token: int, top: int) -> TokenLogprobs:
-    """Minus infinity and NaN among them, which no JSON may hold."""
+    """Include minus infinity and NaN, which JSON cannot hold."""
     bad = (float("-inf"), float("nan"))
     return TokenLogprobs(
         Logprob(token, -token / 8), tuple(Logprob(200 + i, bad[i] if i < 2 else -float(i)) for i in range(top))
@@ -111,7 +118,7 @@ def _logprobs(token: int, top: int) -> TokenLogprobs:
 
 
 class FakeEngine:
-    """A token a step for each running choice; not thread-safe, as the real one."""
+    """Generates one token in each step for each running choice. Not thread-safe, like the real engine."""
 
     def __init__(self, max_num_seqs: int = 8, capacity: int = 256, step_seconds: float = 0.0) -> None:
         self.gate: Callable[[list[Request]], None] | None = None
@@ -120,9 +127,9 @@ class FakeEngine:
         self.step_seconds = step_seconds
         self.steps = 0
         self.computed: list[str] = []
-        """Every request id that ever got a token, once a token."""
+        """The request id of every token that was computed, in order."""
         self.broken = False
-        """Whether every request fails, and the canary too."""
+        """Whether every request and the canary fail."""
         self.waits = False
         self._on_hold: set[str] = set()
         self.computing: frozenset[str] = frozenset()
@@ -143,7 +150,10 @@ class FakeEngine:
         if any(not 0 <= i < 256 for i in request.prompt):
             raise InvalidRequest("prompt: a token id is out of range")
 
-    def add(self, request: Request) -> None:
+    def turn(self, request_id: str) -> float | None:
+        return None
+
+    def add(self, request: Request, turn: float | None = None) -> None:
         if request.id in self._live:
             raise InvalidRequest(f"{request.id} runs already")
         self._live[request.id] = _Live(request)
@@ -179,6 +189,10 @@ class FakeEngine:
     def check(self) -> None:
         if self.broken:
             raise EngineBroken("the canary died")
+
+    def check_idle(self) -> str | None:
+        self.check_integrity()
+        return None
 
     def check_integrity(self) -> None:
         if self._cancelled:

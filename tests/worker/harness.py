@@ -1,4 +1,4 @@
-"""A worker in this process, with the fake engine, on any Redis; and a producer that knows only the wire protocol."""
+"""A worker in this process with a fake engine, and a producer that knows only the wire protocol."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ SIGTERM = 15
 
 
 class Refusal(Exception):
-    """What a fake chat template would raise."""
+    """The error of a fake chat template."""
 
 
 @dataclass
 class Queue:
-    """A queue of its own on a shared Redis, seen from outside."""
+    """A queue of its own on a shared Redis, as a producer sees it."""
 
     client: redis.Redis
     url: str
     keys: Keys
 
     def add(self, body: Any, lane: str = "normal", id: str | None = None, **fields: Any) -> str:
-        """A bare XADD, as any language would do it."""
+        """Add a job with a bare XADD, as a producer in any language would, and return its id."""
         job_id = id or secrets.token_hex(16)
         raw = body if isinstance(body, bytes) else orjson.dumps(body)
         entry: dict[Any, Any] = {"id": job_id, "body": raw, **fields}
@@ -57,13 +57,19 @@ class Queue:
         self.client.set(self.keys.cancel(job_id), reason, ex=3600)
 
     def depth(self) -> int:
-        return sum(int(self.client.xlen(lane)) for lane in self.keys.lanes)
+        pipe = self.client.pipeline(transaction=False)
+        for lane in self.keys.lanes:
+            pipe.xlen(lane)
+        return sum(pipe.execute())
 
     def pending(self) -> int:
-        return sum(int(self.client.xpending(lane, GROUP)["pending"]) for lane in self.keys.lanes)
+        pipe = self.client.pipeline(transaction=False)
+        for lane in self.keys.lanes:
+            pipe.xpending(lane, GROUP)
+        return sum(int(one["pending"]) for one in pipe.execute())
 
     def check_ending(self, job_id: str) -> dict[str, Any]:
-        """The invariants of every ending; returns the result."""
+        """Check the invariants of every ending, and return the result."""
         result = self.result(job_id)
         events = self.events(job_id)
         assert [fields["type"] for _, fields in events].count("final") == 1
@@ -84,7 +90,7 @@ class Queue:
 
 
 class Inside:
-    """A worker running on a thread of this process."""
+    """A worker that runs on a thread of this process."""
 
     def __init__(self, queue: Queue, engine: FakeEngine | None = None, **options: Any) -> None:
         self.queue = queue
@@ -128,7 +134,7 @@ class Inside:
         return self.join()
 
     def at_rest(self) -> None:
-        """Nothing is held, nothing runs, nothing of any job is left in a registry."""
+        """Wait until no job is held or running."""
         eventually(lambda: len(self.worker.held) == 0)
         eventually(lambda: not self.engine.has_work)
         assert self.worker.held.waiting == 0
@@ -136,7 +142,7 @@ class Inside:
 
 @contextmanager
 def inside(queue: Queue, engine: FakeEngine | None = None, **options: Any) -> Iterator[Inside]:
-    """A worker for the length of the block; it has to end in order."""
+    """Run a worker for the length of the block, and check that it ends with status 0."""
     worker = Inside(queue, engine, **options).start()
     try:
         yield worker

@@ -1,4 +1,4 @@
-"""A worker that cannot compute takes no job with it: its canary fails, it hands everything back, and it ends."""
+"""A worker that cannot compute fails no job: its canary fails, it hands its jobs back, and it ends."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tests.support import eventually
 from tests.worker.fakes import FakeEngine
 from tests.worker.harness import Inside, Queue, inside
 from worker.ops.exits import Exit
+from worker.shutdown import Shutdown
 
 
 def test_beside_a_healthy_worker_a_broken_one_costs_no_job_a_start(queue: Queue) -> None:
@@ -37,18 +38,22 @@ def test_a_worker_that_is_broken_from_the_start_reads_nothing(queue: Queue) -> N
     assert queue.client.xinfo_consumers(queue.keys.lane("normal"), "workers") == []
 
 
-def test_a_broken_worker_is_not_ready(queue: Queue) -> None:
+def test_a_broken_worker_is_not_ready(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine(step_seconds=0.01)
     worker = Inside(queue, engine, http_port="0").start()
     health = worker.worker.health
     assert health is not None
     eventually(lambda: health.answer("/readyz")[0] == 200)
-    worker.worker._await_ends = lambda: eventually(  # type: ignore[method-assign]
-        lambda: (
-            (health.answer("/readyz"), queue.client.hget(queue.keys.worker(worker.worker.name), "status"))
-            == ((503, "text/plain", b"the canary died\n"), b"broken")
+
+    def await_ends(shutdown: Shutdown) -> None:
+        eventually(
+            lambda: (
+                (health.answer("/readyz"), queue.client.hget(queue.keys.worker(worker.worker.name), "status"))
+                == ((503, "text/plain", b"the canary died\n"), b"broken")
+            )
         )
-    )
+
+    monkeypatch.setattr(Shutdown, "_await_ends", await_ends)
     queue.add({"prompt": "x", "max_tokens": 200})
     eventually(lambda: engine.computed)
     engine.broken = True
@@ -97,7 +102,7 @@ def test_an_engine_that_breaks_in_a_drain_shows_in_the_exit_status(queue: Queue)
 
 
 def test_a_job_whose_engine_dies_in_a_drain_is_to_blame(queue: Queue) -> None:
-    """It is no supervisor that ended this process."""
+    """No supervisor ended this process, so the drain excuses nothing."""
     engine = FakeEngine(step_seconds=0.01)
     worker = Inside(queue, engine, lease_seconds="1", drain_seconds="60").start()
     job = queue.add({"prompt": "x", "max_tokens": 250})

@@ -1,4 +1,4 @@
-"""Which jobs are in the stream of callbacks: each that ended and named a URL that is allowed."""
+"""The stream of callbacks holds every job that ended and named an allowed URL."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_job_that_is_given_up_unread_gets_its_callback(queue: Queue, monkeypat
         "",
     ],
 )
-def test_a_callback_that_may_not_be_called_fails_its_job_and_is_never_called(queue: Queue, url: str) -> None:
+def test_a_callback_that_is_not_allowed_fails_its_job_and_is_never_called(queue: Queue, url: str) -> None:
     with inside(queue, callback_hosts=HOSTS):
         for body in ({"prompt": "x"}, b"{"):
             error = queue.check_ending(queue.add(body, callback=url))["error"]
@@ -83,7 +83,7 @@ def test_a_callback_that_may_not_be_called_fails_its_job_and_is_never_called(que
 @pytest.mark.parametrize(
     "url", ["https://HOOKS.example.ORG./x", "https://hooks.example.org:8443/", "http://collector.internal:8080/in"]
 )
-def test_a_host_is_known_however_it_is_written(queue: Queue, url: str) -> None:
+def test_an_allowed_host_is_recognised_in_every_spelling(queue: Queue, url: str) -> None:
     job = queue.add({"prompt": "x", "max_tokens": 2}, callback=url)
     with inside(queue, FakeEngine(), callback_hosts=HOSTS):
         assert queue.check_ending(job)["status"] == "succeeded"
@@ -91,6 +91,6 @@ def test_a_host_is_known_however_it_is_written(queue: Queue, url: str) -> None:
 
 
 @pytest.mark.parametrize("entry", ["https://hooks.example.org/x", "*.example.org", "a b", "host:0"])
-def test_an_entry_that_means_nothing_is_a_wrong_option(entry: str) -> None:
+def test_a_callback_host_that_means_nothing_is_a_wrong_option(entry: str) -> None:
     with pytest.raises(ValueError, match="is not an entry"):
         Settings.model_validate({"model": "x", "callback_hosts": f"good.example,{entry}"})

@@ -1,4 +1,4 @@
-"""Under full load a cancelled job's blocks are free after one poll and one engine step, and its reader knows."""
+"""Under full load a cancelled job's blocks are free after one poll and one engine step, and its reader gets the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.worker.fakes import FakeEngine
 from tests.worker.harness import Queue, inside
 from tokenmill.protocol.events import SEAL_ID
 from tokenmill.protocol.scripts import Scripts
-from worker.loop import Cancel, EngineLoop, Message
+from worker.inbox import Cancel, Inbox, Message
 from worker.queue.canceller import Canceller
 
 STREAMS = 64
@@ -25,11 +25,11 @@ Span = tuple[float, float]
 
 @dataclass
 class Watched(FakeEngine):
-    """Notes when steps began and ended, and when each request left."""
+    """Records when each step began and ended, and when each request left the engine."""
 
     spans: list[Span] = field(default_factory=list)
     left: dict[int, float] = field(default_factory=dict)
-    """Prompt's only id → the moment at which nothing of it was held any more."""
+    """The prompt's only token id → when the engine had freed its request."""
 
     def __init__(self) -> None:
         super().__init__(max_num_seqs=STREAMS, capacity=1 << 20, step_seconds=0.004)
@@ -46,24 +46,24 @@ class Watched(FakeEngine):
 
 
 def whole_within(spans: list[Span], start: float, end: float) -> int:
-    """Spans that began after `start` and ended before `end`."""
+    """Count the spans that began after `start` and ended before `end`."""
     return sum(1 for began, ended in spans[bisect_left(spans, (start, 0.0)) :] if ended < end)
 
 
 def watch_worker(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Span], dict[str, float], list[Span], dict[str, float]]:
-    """Polls; when each handle was told to the engine; the publisher's round trips; when each job's end was written."""
+    """Record the polls, when cancels reached the engine, the publisher's round trips, and when results were written."""
     polls: list[Span] = []
     told: dict[str, float] = {}
     trips: list[Span] = []
     written: dict[str, float] = {}
-    poll, post, publish, end_all = Canceller.poll, EngineLoop.post, Scripts.publish, Scripts.end_all
+    poll, post, publish, end_all = Canceller.poll, Inbox.post, Scripts.publish, Scripts.end_all
 
     def watched(self: Canceller) -> None:
         began = time.monotonic()
         poll(self)
         polls.append((began, time.monotonic()))
 
-    def heard(self: EngineLoop, message: Message) -> None:
+    def heard(self: Inbox, message: Message) -> None:
         if isinstance(message, Cancel):
             told.setdefault(message.handle, time.monotonic())
         post(self, message)
@@ -85,24 +85,24 @@ def watch_worker(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Span], dict[str,
         return replies
 
     monkeypatch.setattr(Canceller, "poll", watched)
-    monkeypatch.setattr(EngineLoop, "post", heard)
+    monkeypatch.setattr(Inbox, "post", heard)
     monkeypatch.setattr(Scripts, "publish", published)
     monkeypatch.setattr(Scripts, "end_all", ended)
     return polls, told, trips, written
 
 
 def read_to_the_end(queue: Queue, job: str) -> dict[bytes, bytes]:
-    """What a reader of the stream gets last."""
+    """Return the last event that a reader of the stream gets."""
     last: Any = SEAL_ID
     reply: Any = queue.client.xread({queue.keys.out(job): last}, block=8000)
     ((_, ((_, fields),)),) = reply
     return dict(fields)
 
 
-def test_a_cancel_frees_the_blocks_within_one_poll_and_one_step_of_64_streams(
+def test_a_cancel_frees_the_blocks_of_one_of_64_streams_within_one_poll_and_one_step(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one round trip later its reader has the end: all counted in polls, steps and round trips."""
+    """One round trip later its reader has the end. Counted in polls, steps and round trips, not in seconds."""
     polls, told, trips, written = watch_worker(monkeypatch)
     engine = Watched()
     set_at: dict[int, float] = {}

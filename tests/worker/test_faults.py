@@ -1,4 +1,4 @@
-"""What a worker does while Redis is slow, away or wiped, and that silence is silence."""
+"""What a worker does while Redis is slow, away or empty, and that an idle worker logs nothing."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from worker.queue.outbox import BACKLOG
 from worker.queue.sweeper import Sweeper
 
 
-def test_an_idle_worker_says_nothing_for_longer_than_its_sockets_wait(
+def test_an_idle_worker_logs_no_warning_for_longer_than_its_socket_timeout(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "BLOCK_MARGIN_S", 0.4)
     monkeypatch.setattr(connection, "COMMAND_TIMEOUT_S", 0.5)
     with structlog.testing.capture_logs() as logs, inside(queue, block_ms="100") as worker:
-        worker.worker._stop_rest.wait(1.5)
+        worker.worker._stops.rest.wait(1.5)
         job = queue.add({"prompt": "x", "max_tokens": 1})
         assert queue.check_ending(job)["status"] == "succeeded"
     assert [entry for entry in logs if entry["log_level"] not in ("info", "debug")] == []
 
 
-def test_a_blocking_reads_socket_waits_longer_than_the_read() -> None:
+def test_the_socket_timeout_of_a_blocking_read_is_longer_than_the_read() -> None:
     client = connection.blocking_client("redis://localhost", block_ms=1000)
     assert client.connection_pool.connection_kwargs["socket_timeout"] > 1.0
 
 
-def test_while_starts_do_not_get_through_what_runs_goes_on(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_starts_do_not_reach_redis_running_jobs_go_on(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = threading.Event()
     start = Scripts.start_all
 
@@ -67,7 +67,7 @@ def test_while_starts_do_not_get_through_what_runs_goes_on(queue: Queue, monkeyp
 
 
 class Patient(FakeEngine):
-    """Makes its second step with a token once the first token is on its way, however busy the machine is."""
+    """Delays the second step until the first token is on its way to Redis, however busy the machine is."""
 
     def __init__(self) -> None:
         super().__init__(step_seconds=0.001)
@@ -100,7 +100,7 @@ def test_a_slow_publisher_merges_tokens_and_loses_none(queue: Queue, monkeypatch
         assert len(counts) < 100
 
 
-def test_lanes_that_are_deleted_come_back(queue: Queue) -> None:
+def test_deleted_lanes_get_their_consumer_group_again(queue: Queue) -> None:
     with inside(queue) as worker:
         queue.client.delete(*queue.keys.lanes)
         job = queue.add({"prompt": "x", "max_tokens": 2})
@@ -108,7 +108,7 @@ def test_lanes_that_are_deleted_come_back(queue: Queue) -> None:
         worker.at_rest()
 
 
-def test_an_entry_that_somebody_deletes_is_dropped(queue: Queue) -> None:
+def test_a_job_whose_entry_is_deleted_is_dropped(queue: Queue) -> None:
     with inside(queue, FakeEngine(step_seconds=0.02), lease_seconds="0.6") as worker:
         job = queue.add({"prompt": "x", "max_tokens": 240})
         eventually(lambda: worker.engine.computed)
@@ -119,7 +119,9 @@ def test_an_entry_that_somebody_deletes_is_dropped(queue: Queue) -> None:
         assert not queue.client.exists(queue.keys.result(job))
 
 
-def test_a_read_whose_reply_was_lost_is_found_again(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_is_found_again_when_the_reply_of_its_read_was_lost(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lost = threading.Event()
     read = Scripts.read
 
@@ -137,7 +139,7 @@ def test_a_read_whose_reply_was_lost_is_found_again(queue: Queue, monkeypatch: p
         assert lost.is_set()
 
 
-def test_nothing_is_swept_before_a_lease_of_unbroken_contact(queue: Queue) -> None:
+def test_no_job_is_taken_over_before_a_lease_of_uninterrupted_contact(queue: Queue) -> None:
     scripts = Scripts(queue.client, queue.keys, "sweeper")
     scripts.ensure_groups()
     queue.add({"prompt": "x"})
@@ -168,12 +170,12 @@ def test_nothing_is_swept_before_a_lease_of_unbroken_contact(queue: Queue) -> No
         (redis.ResponseError("WRONGTYPE Operation against a key"), False),
     ],
 )
-def test_passing_errors_are_told_apart_from_lasting_ones(error: redis.RedisError, passes: bool) -> None:
+def test_retryable_errors_of_redis_are_told_from_lasting_ones(error: redis.RedisError, passes: bool) -> None:
     assert passing(error) is passes
     assert not no_group(error)
 
 
-def test_a_thread_that_dies_tells_the_main_thread() -> None:
+def test_the_death_of_a_thread_reaches_the_main_thread() -> None:
     def bug() -> None:
         raise KeyError("oops")
 
@@ -186,7 +188,7 @@ def test_a_thread_that_dies_tells_the_main_thread() -> None:
         assert mailbox.get(1) == Stop(status)  # type: ignore[arg-type]
 
 
-def test_the_embedded_redis_dies_with_its_block() -> None:
+def test_the_embedded_redis_ends_with_its_block() -> None:
     with embedded_redis() as url:
         client = connection.command_client(url, retries=0)
         assert client.ping()
@@ -194,7 +196,7 @@ def test_the_embedded_redis_dies_with_its_block() -> None:
         client.ping()
 
 
-def test_an_outage_is_logged_once_and_its_end_too() -> None:
+def test_the_start_and_the_end_of_an_outage_are_logged_once() -> None:
     contact = Contact()
     with structlog.testing.capture_logs() as logs:
         contact.ok()
@@ -206,7 +208,7 @@ def test_an_outage_is_logged_once_and_its_end_too() -> None:
     assert told == ["redis_unreachable", "redis_back"]
 
 
-def test_an_outage_that_comes_and_goes_is_logged_twice_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_that_comes_and_goes_is_logged_at_most_twice_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     contact = Contact()
     with structlog.testing.capture_logs() as logs:
         for _ in range(20):
@@ -221,7 +223,7 @@ def test_an_outage_that_comes_and_goes_is_logged_twice_a_minute(monkeypatch: pyt
     assert contact.errors["publish"] == 21
 
 
-def test_a_tokenizer_that_panics_costs_its_job_and_not_the_worker(queue: Queue) -> None:
+def test_a_tokenizer_that_panics_fails_its_job_and_not_the_worker(queue: Queue) -> None:
     class Panic(BaseException):
         pass
 
@@ -240,10 +242,10 @@ def test_a_tokenizer_that_panics_costs_its_job_and_not_the_worker(queue: Queue) 
         assert queue.check_ending(queue.add({"prompt": "x", "max_tokens": 1}))["status"] == "succeeded"
 
 
-def test_decoding_goes_on_while_redis_is_silent_and_starts_are_due(
+def test_decoding_goes_on_while_redis_is_silent_and_jobs_wait_for_their_start(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a publisher nor a START that waits in its socket holds the engine up, and memory stays bounded."""
+    """Neither a publisher nor a START that waits in its socket delays the engine, and memory stays bounded."""
     publish, start_all = Scripts.publish, Scripts.start_all
     speaks = threading.Event()
     speaks.set()
@@ -268,9 +270,7 @@ def test_decoding_goes_on_while_redis_is_silent_and_starts_are_due(
         engine.step_seconds = 0.0
         waits = queue.add({"prompt": "waits", "max_tokens": 3})
         eventually(lambda: len(engine.computed) == tokens, 30)
-        loop = worker.worker._loop
-        assert loop is not None
-        assert loop.outbox.qsize() <= BACKLOG
+        assert worker.worker.outbox.qsize() <= BACKLOG
         assert not queue.client.exists(queue.keys.out(waits))
         speaks.set()
         assert queue.check_ending(runs)["choices"][0]["text"] == text_of(b"runs", 0, tokens)
@@ -300,7 +300,7 @@ def test_a_start_whose_reply_is_late_costs_no_token_and_a_cancel_meanwhile_ends_
         worker.at_rest()
 
 
-def test_a_drain_hands_back_what_is_started_just_then(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drain_hands_back_a_job_whose_start_is_under_way(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     start_all, asked, late = Scripts.start_all, threading.Event(), threading.Event()
 
     def slow(self: Scripts, starts: Any) -> Any:

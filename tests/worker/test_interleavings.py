@@ -1,4 +1,4 @@
-"""Cancel against finish, in every order that threads could bring about: the parts of a worker, stepped one by one.
+"""Cancel against finish in the orders in which threads may run: the parts of a worker are called one by one.
 
 The engine is the real one over a stub model, so that blocks are counted; Redis is a real protocol peer.
 """
@@ -19,34 +19,37 @@ from tests.engine.stub import expect_idle, make_engine
 from tests.worker.harness import Queue, Refusal
 from tokenmill.protocol.scripts import Scripts
 from worker.cli import settings_from
+from worker.inbox import Inbox
 from worker.jobs.held import Held
 from worker.jobs.logprobs import LogprobsWriter
 from worker.jobs.results import Results
 from worker.jobs.translate import Translator
 from worker.loop import EngineLoop
 from worker.ops.links import Contact, RedisClock
+from worker.ops.telemetry import Telemetry
 from worker.ops.threads import Mailbox
 from worker.queue.canceller import Canceller
 from worker.queue.gate import Gate
 from worker.queue.intake import Intake
 from worker.queue.keeper import Keeper
+from worker.queue.outbox import Outbox
 from worker.queue.publisher import Publisher
 from worker.queue.quarantine import Quarantine
 from worker.queue.sweeper import Sweeper
 
 SEEDS = 1000
 FOR_EVER = 1e18
-"""A lease end that no clock here reaches."""
+"""A lease end in the far future."""
 
 
 @pytest.fixture
 def seeds(queue: Queue, request: pytest.FixtureRequest) -> int:
-    """All of them on a real server; fakeredis is several times slower and gets a share."""
+    """Return the number of seeds: all on a real server, a tenth on fakeredis, which is several times slower."""
     return SEEDS if "real" in request.node.callspec.id else SEEDS // 10
 
 
 class Shaky(Scripts):
-    """Now and then the connection breaks, before a command or after it: then it was done, and nobody knows."""
+    """Breaks the connection now and then, before a command, or after it: then Redis has done it, and no reply came."""
 
     odds = 0.0
     rng = random.Random(0)
@@ -67,18 +70,15 @@ class Shaky(Scripts):
     def publish(self, batch: Any) -> Any:
         return self._shaken(lambda: Scripts.publish(self, batch))
 
-    def finalise(self, *args: Any, **kwargs: Any) -> Any:
-        return self._shaken(lambda: Scripts.finalise(self, *args, **kwargs))
-
-    def answer(self, *args: Any, **kwargs: Any) -> Any:
-        return self._shaken(lambda: Scripts.answer(self, *args, **kwargs))
+    def end_all(self, ends: Any) -> Any:
+        return self._shaken(lambda: Scripts.end_all(self, ends))
 
     def renew(self, refs: Any) -> Any:
         return self._shaken(lambda: Scripts.renew(self, refs))
 
 
 class Parts:
-    """A worker without threads: each call is one turn of what would be one."""
+    """A worker without threads: each call is one turn of a thread."""
 
     def __init__(self, queue: Queue, engine: Engine, name: str = "w") -> None:
         settings = settings_from(
@@ -88,46 +88,51 @@ class Parts:
         self.scripts = Shaky(queue.client, queue.keys, name)
         self.scripts.ensure_groups()
         self.held, self.stop, contact, clock = Held(), threading.Event(), Contact(), RedisClock()
-        self.loop = EngineLoop(engine, self.stop)  # type: ignore[arg-type]
+        inbox, outbox, telemetry = Inbox(), Outbox(), Telemetry()
+        self.loop = EngineLoop(engine, self.stop, inbox, outbox, telemetry)  # type: ignore[arg-type]
         model = SimpleNamespace(name="stub", tokenizer=None, generation=None)
         translator = Translator(settings, engine, model, Refusal)
         contact.ok()
         quarantine = Quarantine(self.scripts, self.held, 30)
         self.thief = Sweeper(self.scripts, self.held, contact, 0, 0, quarantine)
         sweeper = Sweeper(self.scripts, self.held, contact, 30, 15, quarantine)
-        engine.gate = self.gate = Gate(self.scripts, self.held, self.loop, contact, quarantine, grace_seconds=0)
+        engine.gate = self.gate = Gate(
+            self.scripts, self.held, self.loop, inbox, outbox, telemetry, contact, quarantine, grace_seconds=0
+        )
         self.intake = Intake(
-            settings, self.scripts, queue.client, self.held, self.loop, translator, sweeper, quarantine, clock, contact,
-            Mailbox(), self.stop,
+            settings, self.scripts, queue.client, self.held, inbox, outbox, telemetry, translator, sweeper, quarantine,
+            clock, contact, Mailbox(), self.stop,
         )  # fmt: skip
-        self.keeper = Keeper(settings, self.scripts, self.held, self.loop, clock, contact, self.stop, dict)
+        self.keeper = Keeper(
+            settings, self.scripts, self.held, self.loop, inbox, telemetry, clock, contact, self.stop, dict
+        )
         self.keeper.sync_clock()
-        self.canceller = Canceller(queue.client, queue.keys, self.held, self.loop, contact, self.stop, 0.05)
+        self.canceller = Canceller(queue.client, queue.keys, self.held, inbox, contact, self.stop, 0.05)
         results = Results("stub", name, clock, LogprobsWriter(lambda token: b""))
         self.publisher = Publisher(
-            self.scripts, results, self.held, self.loop, contact, self.stop, lambda job, error: None
+            self.scripts, results, self.held, inbox, outbox, telemetry, contact, self.stop, lambda job, error: None
         )
 
     def read(self) -> None:
-        room = self.held.wait_for_room(2, 0)
+        room = self.held.wait_for_place(2, 0)
         if room:
             self.intake._accept(self.scripts.read(room) or [], FOR_EVER)
 
     def steal(self) -> None:
-        """Take whatever is pending, as a sweep would after a lease without a sign of life; own lost reads too."""
-        room = self.held.wait_for_room(2, 0)
+        """Take over all pending entries, as a sweep does after a lease without a sign of life."""
+        room = self.held.wait_for_place(2, 0)
         if room:
             self.intake._accept(self.thief.sweep(room), FOR_EVER)
 
     def turn(self) -> None:
-        """One turn of the engine's thread; what it starts waits for `gate.turn`."""
+        """Make one turn of the engine's thread; STARTs wait for `gate.starter.turn`."""
         self.loop.turn(wait=False)
         self.engine.check_integrity()
 
     def step(self) -> None:
-        """A step with whose STARTs Redis is not late."""
+        """Make a step whose STARTs return in time."""
         self.turn()
-        if self.gate.turn():
+        if self.gate.starter.turn():
             self.turn()
 
     def collect(self) -> None:
@@ -139,10 +144,10 @@ class Parts:
 
 
 def play(parts: Parts, rng: random.Random, jobs: list[str]) -> None:
-    """Turns in a random order, a cancel now and then, until nothing is left."""
+    """Call turns in a random order, with a cancel now and then, until no job is left."""
     queue = parts.queue
     turns: list[Callable[[], Any]] = [parts.read, parts.turn, parts.turn, parts.publish, parts.canceller.poll]
-    turns += [parts.gate.turn]
+    turns += [parts.gate.starter.turn]
     turns += [parts.collect, parts.keeper.renew]
     cancels = {job: rng.randrange(40) for job in jobs if rng.random() < 0.7}
     for turn in range(10_000):
@@ -159,7 +164,7 @@ def play(parts: Parts, rng: random.Random, jobs: list[str]) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_cancel_at_any_moment_leaves_one_ending_no_later_token_and_all_blocks(queue: Queue, seeds: int) -> None:
+def test_a_cancel_at_any_moment_leaves_one_ending_no_later_token_and_all_blocks_free(queue: Queue, seeds: int) -> None:
     engine, _ = make_engine(num_blocks=24, max_num_seqs=4, max_num_batched_tokens=8)
     parts = Parts(queue, engine)
     seen: dict[str, int] = {}
@@ -186,12 +191,12 @@ def test_a_cancel_at_any_moment_leaves_one_ending_no_later_token_and_all_blocks(
         assert (queue.depth(), queue.pending()) == (0, 0), seed
         expect_idle(engine)
         assert parts.publisher._pending == {}
-        assert parts.publisher._last_words == {}
+        assert parts.publisher._finals == {}
     assert min(seen["succeeded"], seen["cancelled"]) > seeds // 10, seen
 
 
 def attempt(turn: Callable[[], Any]) -> None:
-    """A turn whose thread would have caught this and gone on."""
+    """Make a turn, and ignore a broken connection, as the thread would."""
     try:
         turn()
     except redis.ConnectionError:
@@ -199,7 +204,7 @@ def attempt(turn: Callable[[], Any]) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_lost_replies_and_stolen_jobs_still_give_each_id_one_right_result(
+def test_with_lost_replies_and_takeovers_each_id_still_gets_one_right_result(
     queue: Queue, seeds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -214,7 +219,7 @@ def test_lost_replies_and_stolen_jobs_still_give_each_id_one_right_result(
         for turn in range(10_000):
             parts = rng.choice(pair)
             turns = [parts.read, parts.turn, parts.turn, parts.turn, parts.publish, parts.publish, parts.keeper.renew]
-            turns += [parts.gate.turn]
+            turns += [parts.gate.starter.turn]
             attempt(rng.choice(turns) if rng.random() < 0.97 else parts.steal)
             if turn % 8 == 0 and queue.depth() == 0:
                 break
@@ -271,7 +276,7 @@ def test_past_its_own_lease_end_nothing_is_published_until_it_is_renewed(queue: 
     assert queue.check_ending(job)["status"] == "succeeded"
 
 
-def test_a_worker_that_lost_a_job_writes_nothing_over_its_successor(queue: Queue) -> None:
+def test_a_worker_that_lost_a_job_overwrites_nothing_of_the_next_worker(queue: Queue) -> None:
     first = Parts(queue, make_engine()[0], "first")
     second = Parts(queue, make_engine()[0], "second")
     job = queue.add({"prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True, "temperature": 0})

@@ -1,4 +1,4 @@
-"""What a worker says of the model that it has loaded, in its log and to `tokenmill info`."""
+"""What a worker reports about its model, in its log and to `tokenmill info`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def events(logs: list[Any], name: str) -> list[Any]:
     return [entry for entry in logs if entry["event"] == name]
 
 
-def test_a_fused_model_says_so_and_has_no_reason(tmp_path: Path) -> None:
+def test_a_fused_model_is_reported_as_such_without_a_reason(tmp_path: Path) -> None:
     found, logs = loaded(build(tmp_path))
     assert found.facts["backend"] == "fused"
     assert "backend_reason" not in found.facts
     assert not [entry for entry in logs if entry["log_level"] == "warning"]
 
 
-def test_a_key_that_is_not_understood_is_named_in_a_warning_and_in_the_facts(tmp_path: Path) -> None:
+def test_an_unknown_key_of_a_config_is_named_in_a_warning_and_by_info(tmp_path: Path) -> None:
     build(tmp_path)
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "logit_scale": 0.5}))
@@ -45,20 +45,22 @@ def test_a_key_that_is_not_understood_is_named_in_a_warning_and_in_the_facts(tmp
     assert (warning["log_level"], warning["reason"]) == ("warning", "config key logit_scale = 0.5")
 
 
-def test_the_other_backend_when_it_is_asked_for_is_no_warning(tmp_path: Path) -> None:
+def test_the_transformers_backend_when_it_was_chosen_is_no_warning(tmp_path: Path) -> None:
     found, logs = loaded(build(tmp_path), backend="transformers")
     assert found.facts["backend_reason"] == "--backend transformers"
     assert not events(logs, "fused_decoder_not_used")
 
 
-def test_memory_is_reported_in_parts_and_bounded_by_what_sequences_can_fill(tmp_path: Path) -> None:
+def test_memory_is_reported_in_parts_and_bounded_by_what_the_sequences_can_fill(tmp_path: Path) -> None:
     found, _ = loaded(build(tmp_path))
     facts: dict[str, Any] = dict(found.facts)
     assert facts["kv_cache_mib"] <= 1  # 4 sequences of 256 tokens with the keys and values of 3 tiny layers
     assert 0 < facts["memory_mib"] <= facts["memory_full_mib"] <= facts["memory_mib"] + 3
 
 
-def test_memory_that_is_asked_for_and_not_there_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_and_host_tier_larger_than_the_available_memory_are_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build(tmp_path)
     monkeypatch.setattr("engine.build.available_bytes", lambda: 3 << 20)
     _, logs = loaded(tmp_path, kv_cache_memory="1MiB", swap_space="1MiB")

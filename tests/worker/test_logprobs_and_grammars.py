@@ -1,4 +1,4 @@
-"""Log-probabilities and grammars in the worker: strict JSON, nothing lost, no job delayed by the grammar of another."""
+"""Log-probabilities are strict JSON, and no job waits for the grammar of another job."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import pytest
 from engine.outputs import Logprob, TokenLogprobs
 from tests.support import eventually
 from tests.worker.harness import Queue, inside
-from tokenmill.protocol.job import Identity
-from worker.jobs.held import Job
+from worker.jobs.job import Outgoing
 from worker.jobs.logprobs import LEAST, LogprobsWriter
 
 
 def strict(raw: str | bytes) -> Any:
-    """JSON without what only Python reads."""
+    """Parse JSON, and refuse NaN and infinities, which only Python accepts."""
 
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is not JSON")
@@ -26,7 +25,7 @@ def strict(raw: str | bytes) -> Any:
 
 
 def entry(token: int, top: int) -> dict[str, Any]:
-    """What the fake engine says of a token, as a reader gets it."""
+    """Return a token's log-probabilities as a reader gets them."""
 
     def one(i: int, value: float) -> dict[str, Any]:
         text = bytes([i]).decode(errors="replace")
@@ -37,7 +36,7 @@ def entry(token: int, top: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("top", [0, 1, 4])
-def test_logprobs_are_strict_json_one_entry_an_id_in_events_and_result(queue: Queue, top: int) -> None:
+def test_events_and_result_hold_logprobs_of_every_token_as_strict_json(queue: Queue, top: int) -> None:
     body = {"prompt": "abc", "max_tokens": 4, "n": 2, "return_token_ids": True, "logprobs": top, "prompt_logprobs": 1}
     with inside(queue):
         job = queue.add(body)
@@ -52,7 +51,7 @@ def test_logprobs_are_strict_json_one_entry_an_id_in_events_and_result(queue: Qu
         assert [i for f in mine for i in strict(f["token_ids"])] == tokens
 
 
-def test_a_job_without_logprobs_has_no_fields_of_them(queue: Queue) -> None:
+def test_a_job_without_logprobs_has_no_logprobs_fields(queue: Queue) -> None:
     with inside(queue):
         job = queue.add({"prompt": "abc", "max_tokens": 2})
         result = queue.check_ending(job)
@@ -60,23 +59,23 @@ def test_a_job_without_logprobs_has_no_fields_of_them(queue: Queue) -> None:
     assert not any({"logprobs", "token_ids"} & set(fields) for _, fields in queue.events(job))
 
 
-def test_chunks_merge_and_begin_again_with_ids_and_logprobs_in_order() -> None:
+def test_text_that_is_written_again_keeps_its_order_token_ids_and_logprobs() -> None:
     def logprobs(*tokens: int) -> tuple[TokenLogprobs, ...]:
         return tuple(TokenLogprobs(Logprob(token, -1.0)) for token in tokens)
 
-    job = Job("normal", "1-0", Identity("a"))
-    job.add_text(0, "ab", [1, 2], logprobs(1, 2))
-    job.number_chunks()
-    job.confirm()
-    job.add_text(0, "c", [3], logprobs(3))
-    job.number_chunks()
-    job.add_text(0, "d", [4], logprobs(4))
-    job.add_text(0, "", [], ())
-    job.add_text(0, "e", [5], logprobs(5))
-    assert [c.token_ids for c in job.chunks] == [[3], [4, 5]]
-    assert job.chunks[1].logprobs == list(logprobs(4, 5))
-    job.begin_again(fence=2, attempt=1)
-    (chunk,) = job.number_chunks()
+    outgoing = Outgoing()
+    outgoing.add_text(0, "ab", [1, 2], logprobs(1, 2))
+    outgoing.number_chunks()
+    outgoing.confirm()
+    outgoing.add_text(0, "c", [3], logprobs(3))
+    outgoing.number_chunks()
+    outgoing.add_text(0, "d", [4], logprobs(4))
+    outgoing.add_text(0, "", [], ())
+    outgoing.add_text(0, "e", [5], logprobs(5))
+    assert [c.token_ids for c in outgoing.chunks] == [[3], [4, 5]]
+    assert outgoing.chunks[1].logprobs == list(logprobs(4, 5))
+    outgoing.write_again()
+    (chunk,) = outgoing.number_chunks()
     assert (chunk.text, chunk.token_ids, chunk.logprobs) == ("abcde", [1, 2, 3, 4, 5], list(logprobs(1, 2, 3, 4, 5)))
 
 
@@ -87,7 +86,7 @@ def test_broken_characters_keep_their_bytes() -> None:
     }
 
 
-def test_a_grammar_that_compiles_slowly_holds_up_its_own_job_only(queue: Queue) -> None:
+def test_a_grammar_that_compiles_slowly_delays_its_own_job_only(queue: Queue) -> None:
     with inside(queue) as worker:
         slow = queue.add({"prompt": "x", "max_tokens": 1, "structured_outputs": {"regex": "slow"}})
         assert queue.result(queue.add({"prompt": "x", "max_tokens": 1}))["status"] == "succeeded"
@@ -121,6 +120,21 @@ def test_a_grammar_that_could_not_be_tried_is_tried_again_and_never_called_inval
             assert (result["error"]["code"], result["error"]["cause"]) == ("gave_up", cause)
             assert result["error"]["message"].startswith("structured_outputs.regex: ")
         worker.at_rest()
+
+
+def test_a_worker_that_can_compile_no_grammar_fails_no_job_beside_a_healthy_one(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.queue.intake.GRAMMAR_PAUSES", (0.01, 0.01))
+    with inside(queue) as broken:
+        broken.model.grammars.broken = True
+        body = {"prompt": "x", "max_tokens": 1, "structured_outputs": {"regex": "a"}}
+        jobs = [queue.add(body) for _ in range(8)]
+        plain = queue.add({"prompt": "x", "max_tokens": 1})
+        assert queue.check_ending(plain)["status"] == "succeeded"
+        with inside(queue):
+            assert {queue.check_ending(job)["status"] for job in jobs} == {"succeeded"}
+    assert {queue.client.hget(queue.keys.job(job), "tries") for job in jobs} == {b"1"}
 
 
 def test_a_job_cancelled_while_its_grammar_is_compiled_computes_nothing(queue: Queue) -> None:

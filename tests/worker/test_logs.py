@@ -1,4 +1,4 @@
-"""What an operator reads: fixed events, the message of each failure, a level by who must act, no unknown fields."""
+"""The log: fixed events, the message of each failure, a level by who must act, no fields without a value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def named(lines: list[Any], event: str) -> list[Any]:
     return [line for line in lines if line["event"] == event]
 
 
-def test_a_senders_fault_is_info_with_its_code_and_message(queue: Queue, captured: list[Any]) -> None:
+def test_a_producers_error_is_logged_at_info_with_its_code_and_message(queue: Queue, captured: list[Any]) -> None:
     with inside(queue):
         job = queue.add({"prompt": "x", "best_of": 2})
         error = queue.check_ending(job)["error"]
@@ -40,7 +40,7 @@ def test_a_senders_fault_is_info_with_its_code_and_message(queue: Queue, capture
     assert None not in line.values()
 
 
-def test_an_engines_fault_is_an_error_and_its_retries_are_warnings(queue: Queue, captured: list[Any]) -> None:
+def test_an_engine_error_is_logged_at_error_and_its_retries_at_warning(queue: Queue, captured: list[Any]) -> None:
     with inside(queue, lease_seconds="0.6", max_attempts="2"):
         job = queue.add({"prompt": [POISON], "max_tokens": 3})
         queue.check_ending(job)
@@ -67,7 +67,7 @@ def test_a_takeover_names_the_former_worker(queue: Queue, captured: list[Any], s
     assert (line["id"], line["worker"], line["log_level"]) == (job, "host:1:dead", "warning")
 
 
-def test_a_second_entry_of_an_id_says_what_became_of_it(queue: Queue, captured: list[Any]) -> None:
+def test_a_second_entry_of_an_id_is_logged_as_deleted(queue: Queue, captured: list[Any]) -> None:
     with inside(queue):
         queue.check_ending(queue.add({"prompt": "x", "max_tokens": 2}, id="twice"))
         queue.add({"prompt": "x", "max_tokens": 2}, id="twice")
@@ -85,11 +85,11 @@ def test_a_second_entry_of_an_id_says_what_became_of_it(queue: Queue, captured: 
         ("gave_up", "out_of_memory", logging.ERROR),
     ],
 )
-def test_the_level_of_a_failure_is_that_of_its_cause(code: str, cause: str | None, level: int) -> None:
+def test_a_job_that_was_given_up_is_logged_at_the_level_of_its_cause(code: str, cause: str | None, level: int) -> None:
     assert logs.failure_level(ErrorCode(code), cause) == level
 
 
-def test_fields_that_are_not_known_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_line_has_no_fields_without_a_value(capsys: pytest.CaptureFixture[str]) -> None:
     before = structlog.get_config()
     try:
         logs.configure("json", "info")

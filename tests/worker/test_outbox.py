@@ -1,4 +1,4 @@
-"""Outputs that wait for the publisher: none is lost or reordered by being merged."""
+"""Merging outputs that wait for the publisher neither loses nor reorders any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is handed back finds its next worker at once, and a tenant above its cap of running jobs waits, no more."""
+"""A job that is handed back is read at once by the next worker; a job above its tenant's cap of running jobs waits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 import redis
 
+from tests.steps import Steps
 from tests.support import eventually
 from tests.worker.fakes import FakeEngine
 from tests.worker.harness import Queue, inside
@@ -21,9 +22,9 @@ from worker.queue.sweeper import Sweeper
 BODY = {"prompt": "x", "max_tokens": 2}
 
 
-def scripts(queue: Queue, name: str, lease_ms: int = 30_000) -> Scripts:
+def scripts(queue: Queue, name: str, lease_ms: int = 30_000) -> Steps:
     queue.client.hset(queue.keys.meta, "lease_ms", lease_ms)
-    made = Scripts(queue.client, queue.keys, name)
+    made = Steps(queue.client, queue.keys, name)
     made.ensure_groups()
     return made
 
@@ -32,7 +33,7 @@ def refs(found: list[Delivery] | None) -> list[Ref]:
     return [Ref(one.lane, one.entry, one.fields[b"id"].decode()) for one in found or ()]
 
 
-def test_what_is_handed_back_goes_to_the_next_reader_before_what_is_new(queue: Queue) -> None:
+def test_a_job_that_is_handed_back_is_read_next_before_new_jobs(queue: Queue) -> None:
     ours, theirs = scripts(queue, "a"), scripts(queue, "b")
     first = queue.add(BODY)
     (ref,) = refs(ours.read(1))
@@ -48,8 +49,8 @@ def test_what_is_handed_back_goes_to_the_next_reader_before_what_is_new(queue: Q
 
 
 @pytest.mark.parametrize("late", ["renewal", "start", "clear", "hand-back"])
-def test_what_a_worker_still_sends_undoes_no_hand_back(queue: Queue, late: str) -> None:
-    """It was under way in another thread; the entry is idle for a lease as before, and the next read takes it."""
+def test_late_commands_of_a_worker_undo_no_hand_back(queue: Queue, late: str) -> None:
+    """The command was under way in another thread; the entry stays idle for a lease, and the next read takes it."""
     ours, theirs = scripts(queue, "a"), scripts(queue, "b")
     queue.add(BODY)
     (ref,) = refs(ours.read(1))
@@ -67,7 +68,7 @@ def test_what_a_worker_still_sends_undoes_no_hand_back(queue: Queue, late: str) 
     assert theirs.start(ref, Identity(ref.id), prompt_tokens=1).deaths == 0
 
 
-def test_a_returned_entry_of_a_lower_lane_goes_after_new_ones_of_a_higher(queue: Queue) -> None:
+def test_a_returned_entry_is_read_after_new_entries_of_a_higher_lane(queue: Queue) -> None:
     ours = scripts(queue, "a")
     low = [queue.add(BODY, "low") for _ in range(4)]
     for ref in reversed(refs(ours.read(4))):
@@ -77,7 +78,7 @@ def test_a_returned_entry_of_a_lower_lane_goes_after_new_ones_of_a_higher(queue:
     assert found == high + low
 
 
-def test_a_returned_entry_is_not_delivered_before_it_is_due(queue: Queue) -> None:
+def test_a_returned_entry_is_not_read_before_it_is_due(queue: Queue) -> None:
     ours, theirs = scripts(queue, "a", 1000), scripts(queue, "b", 1000)
     queue.add(BODY)
     (ref,) = refs(ours.read(1))
@@ -87,7 +88,7 @@ def test_a_returned_entry_is_not_delivered_before_it_is_due(queue: Queue) -> Non
     assert refs(eventually(lambda: theirs.read(5), 5)) == [ref]
 
 
-def test_what_found_a_holder_otherwise_is_not_taken_from_it(queue: Queue) -> None:
+def test_a_returned_entry_that_another_worker_has_taken_over_is_not_taken_from_it(queue: Queue) -> None:
     ours, theirs = scripts(queue, "a"), scripts(queue, "b")
     queue.add(BODY)
     (ref,) = refs(ours.read(1))
@@ -103,7 +104,7 @@ def test_what_found_a_holder_otherwise_is_not_taken_from_it(queue: Queue) -> Non
 
 
 @pytest.mark.parametrize("room", [1, 2, 5])
-def test_what_comes_back_again_and_again_leaves_places_for_what_is_new(queue: Queue, room: int) -> None:
+def test_jobs_that_are_handed_back_again_and_again_leave_places_for_new_jobs(queue: Queue, room: int) -> None:
     ours = scripts(queue, "a")
     for _ in range(20):
         queue.add(BODY)
@@ -120,8 +121,8 @@ def test_what_comes_back_again_and_again_leaves_places_for_what_is_new(queue: Qu
     assert len(refs(ours.read(30))) == 21
 
 
-def test_sweeps_that_find_more_and_more_leave_every_other_look_to_what_is_new(queue: Queue) -> None:
-    """As they do while jobs that a cap holds up become due faster than they are looked at."""
+def test_after_a_sweep_that_took_all_places_new_jobs_are_read(queue: Queue) -> None:
+    """Sweeps find more and more while jobs of a tenant above its limit become due faster than they are read."""
     ours = scripts(queue, "a")
     seen: list[bool] = []
 
@@ -135,7 +136,7 @@ def test_sweeps_that_find_more_and_more_leave_every_other_look_to_what_is_new(qu
 
     held, parts = Held(), MagicMock()
     sweeper = Full(ours, held, parts, 30, 15, parts)
-    looks = Looks(settings_from({"model": "fake"}), ours, queue.client, held, parts, parts, sweeper, *[parts] * 5)
+    looks = Looks(settings_from({"model": "fake"}), ours, queue.client, held, *[parts] * 4, sweeper, *[parts] * 5)
     for _ in range(4):
         queue.add(BODY)
         assert looks.round()
@@ -146,12 +147,12 @@ class TestRunningCap:
     def start(self, scripts: Scripts, ref: Ref, tenant: str | None = "t") -> StartStatus:
         return scripts.start(ref, Identity(ref.id, tenant=tenant), prompt_tokens=1).status
 
-    def finish(self, scripts: Scripts, ref: Ref) -> None:
+    def finish(self, scripts: Steps, ref: Ref) -> None:
         started = scripts.start(ref, Identity(ref.id, tenant="t"), prompt_tokens=1)  # it runs: a new fence
         result = Result(id=ref.id, status=Status.SUCCEEDED, choices=())
         scripts.finalise(ref, Identity(ref.id, tenant="t"), result, fence=started.fence, published=0)
 
-    def make(self, queue: Queue, jobs: int, cap: int) -> tuple[Scripts, list[Ref]]:
+    def make(self, queue: Queue, jobs: int, cap: int) -> tuple[Steps, list[Ref]]:
         made = scripts(queue, "a", 200)
         queue.client.hset(queue.keys.meta, "max_running_per_tenant", cap)
         for _ in range(jobs):
@@ -210,7 +211,7 @@ class TestRunningCap:
             return queue.depth() == 0
 
         # Fewer places than the flood has jobs: those that wait for its cap must not keep the others from being read.
-        with inside(queue, FakeEngine(step_seconds=0.005), lease_seconds="0.4", max_waiting="4") as worker:
+        with inside(queue, FakeEngine(step_seconds=0.005), lease_seconds="2", max_waiting="4") as worker:
             eventually(over, 60)
             worker.at_rest()
         assert max(seen) <= 2
@@ -219,10 +220,10 @@ class TestRunningCap:
         assert not queue.client.exists(running, queue.keys.returned)
 
 
-def test_past_its_own_lease_end_the_work_is_dropped_before_redis_says_so(
+def test_a_worker_stops_computing_a_job_at_its_lease_end_by_its_own_clock(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Renewals do not get through: blocks are free; later the job goes on, without a fault of its own."""
+    """While renewals fail, the blocks are free; later the job runs again, and no death counts for it."""
     renew, silent = Scripts.renew, [True]
 
     def deaf(self: Scripts, refs: list[Ref]) -> list[Ref]:

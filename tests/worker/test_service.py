@@ -1,4 +1,4 @@
-"""A whole worker over a Redis, the engine faked: what a producer sees in every ending."""
+"""A whole worker with a fake engine: what a producer sees of every ending."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import orjson
 import pytest
 import structlog
 
+from tests.steps import Steps
 from tests.support import eventually
 from tests.worker.fakes import POISON, FakeEngine, text_of
 from tests.worker.harness import Inside, Queue, inside
 from tokenmill.protocol.job import JobEntry
-from tokenmill.protocol.scripts import CancelReply, Scripts
+from tokenmill.protocol.scripts import CancelReply
 from worker.ops.exits import Exit
 
 
@@ -46,7 +47,7 @@ def test_several_choices_share_one_count_of_events(queue: Queue) -> None:
         assert [ids[c["index"]] for c in result["choices"]] == [c["token_ids"] for c in result["choices"]]
 
 
-def test_without_streaming_there_is_a_start_and_a_bare_final(queue: Queue) -> None:
+def test_without_streaming_there_is_only_a_start_event_and_a_final_event(queue: Queue) -> None:
     with inside(queue):
         job = queue.add({"prompt": "abc", "max_tokens": 4}, stream="0")
         assert queue.result(job)["choices"][0]["text"] == text_of(b"abc", 0, 4)
@@ -69,7 +70,7 @@ def test_high_goes_before_normal_before_low(queue: Queue) -> None:
     assert ended["high"] <= ended["normal"] <= ended["low"], first
 
 
-def test_no_more_is_read_than_there_is_room_for(queue: Queue) -> None:
+def test_a_worker_reads_no_more_jobs_than_may_wait(queue: Queue) -> None:
     engine = FakeEngine(max_num_seqs=1, step_seconds=0.05)
     with inside(queue, engine, max_waiting="2", drain_seconds="0"):
         for i in range(12):
@@ -109,7 +110,7 @@ FUZZ: dict[str, tuple[bytes, dict[str, Any], str]] = {
 }
 
 
-def test_each_broken_body_gets_its_error_and_the_worker_lives(queue: Queue) -> None:
+def test_each_broken_body_gets_its_error_and_the_worker_goes_on(queue: Queue) -> None:
     jobs = {name: queue.add(body, **fields) for name, (body, fields, _) in FUZZ.items()}
     queue.client.xadd(queue.keys.lane("normal"), {"body": b'{"prompt":"nobody asks"}'})
     queue.client.xadd(queue.keys.lane("normal"), {"id": "a:b", "body": b"x" * 100_000})
@@ -133,7 +134,7 @@ def test_each_broken_body_gets_its_error_and_the_worker_lives(queue: Queue) -> N
         worker.at_rest()
 
 
-def test_what_a_body_asked_too_much_of_is_reported(queue: Queue) -> None:
+def test_parameters_that_were_reduced_are_reported_in_the_result(queue: Queue) -> None:
     with inside(queue):
         job = queue.add({"prompt": "abc", "max_tokens": 10_000}, traceparent=f"00-{'1' * 32}-{'2' * 16}-01")
         result = queue.check_ending(job)
@@ -141,7 +142,7 @@ def test_what_a_body_asked_too_much_of_is_reported(queue: Queue) -> None:
         assert result["traceparent"] == f"00-{'1' * 32}-{'2' * 16}-01"
 
 
-def test_an_id_is_answered_once_however_often_it_is_sent(queue: Queue) -> None:
+def test_an_id_gets_one_result_however_often_it_is_sent(queue: Queue) -> None:
     jobs = [queue.add({"prompt": "same", "max_tokens": 3}, id="twice") for _ in range(3)]
     with inside(queue) as worker:
         result = queue.check_ending(jobs[0])
@@ -154,7 +155,7 @@ def test_an_id_is_answered_once_however_often_it_is_sent(queue: Queue) -> None:
         worker.at_rest()
 
 
-def test_a_budget_ends_a_running_job_and_keeps_its_text(queue: Queue) -> None:
+def test_ttl_ms_ends_a_running_job_whose_text_is_kept(queue: Queue) -> None:
     with inside(queue, FakeEngine(step_seconds=0.02)):
         job = queue.add({"prompt": "x", "max_tokens": 200}, ttl_ms="600")
         result = queue.check_ending(job)
@@ -164,17 +165,17 @@ def test_a_budget_ends_a_running_job_and_keeps_its_text(queue: Queue) -> None:
         assert 500 <= result["timings"]["total_ms"] < 3000
 
 
-def test_a_paused_queue_is_left_alone(queue: Queue) -> None:
+def test_no_job_of_a_paused_queue_is_read(queue: Queue) -> None:
     with inside(queue) as worker:
         queue.client.hset(queue.keys.meta, "paused", "1")
         job = queue.add({"prompt": "x", "max_tokens": 1})
-        worker.worker._stop_rest.wait(0.5)
+        worker.worker._stops.rest.wait(0.5)
         assert queue.client.get(queue.keys.result(job)) is None
         queue.client.hset(queue.keys.meta, "paused", "0")
         assert queue.check_ending(job)["status"] == "succeeded"
 
 
-def test_burst_ends_with_nothing_left(queue: Queue) -> None:
+def test_a_worker_with_burst_ends_when_the_queue_is_empty(queue: Queue) -> None:
     jobs = [queue.add({"prompt": f"{i}", "max_tokens": 3}) for i in range(5)]
     worker = Inside(queue, burst="1").start()
     assert worker.join() is Exit.OK
@@ -190,15 +191,15 @@ def test_a_worker_with_another_lease_refuses_the_queue(queue: Queue) -> None:
         assert other.join() is Exit.REFUSED
 
 
-def test_an_engine_that_raises_ends_the_worker_loudly_and_hands_back(queue: Queue) -> None:
+def test_an_engine_that_raises_ends_the_worker_with_an_error_and_its_jobs_are_handed_back(queue: Queue) -> None:
     engine = FakeEngine()
-    engine.check_integrity = lambda: (_ for _ in ()).throw(RuntimeError("books differ"))  # type: ignore[assignment]
+    engine.check_idle = lambda: (_ for _ in ()).throw(RuntimeError("books differ"))  # type: ignore[assignment]
     worker = Inside(queue, engine).start()
     queue.add({"prompt": "x", "max_tokens": 1})
     assert worker.join() is Exit.ERROR
 
 
-def test_a_failure_that_may_pass_is_tried_again_and_then_given_up(queue: Queue) -> None:
+def test_a_retryable_error_is_retried_and_then_given_up(queue: Queue) -> None:
     with inside(queue, lease_seconds="0.6", max_attempts="2") as worker:
         job = queue.add({"prompt": [POISON], "max_tokens": 3})
         neighbour = queue.add({"prompt": "fine", "max_tokens": 3})
@@ -212,7 +213,7 @@ def test_a_failure_that_may_pass_is_tried_again_and_then_given_up(queue: Queue) 
         worker.at_rest()
 
 
-def test_sigterm_hands_back_what_waits_and_finishes_what_runs(queue: Queue) -> None:
+def test_sigterm_hands_back_waiting_jobs_and_finishes_running_ones(queue: Queue) -> None:
     engine = FakeEngine(max_num_seqs=1, step_seconds=0.01)
     first = Inside(queue, engine, lease_seconds="1").start()
     runs = queue.add({"prompt": "runs", "max_tokens": 50})
@@ -228,7 +229,7 @@ def test_sigterm_hands_back_what_waits_and_finishes_what_runs(queue: Queue) -> N
             assert (result["attempt"], result["worker"]) == (1, second.worker.name)
 
 
-def test_a_second_signal_hands_back_what_runs(queue: Queue) -> None:
+def test_a_second_signal_hands_back_running_jobs(queue: Queue) -> None:
     engine = FakeEngine(step_seconds=0.05)
     first = Inside(queue, engine, lease_seconds="1", drain_seconds="60").start()
     job = queue.add({"prompt": "long", "max_tokens": 40})
@@ -280,12 +281,12 @@ def test_a_cancel_ends_a_job_in_each_state_with_one_final_and_no_later_token(que
         finished = queue.add({"prompt": "x", "max_tokens": 1})
         before = queue.check_ending(finished)
         queue.cancel(finished)
-        worker.worker._stop_rest.wait(0.2)
+        worker.worker._stops.rest.wait(0.2)
         assert queue.result(finished) == before
         worker.at_rest()
 
 
-def test_a_cancel_hits_its_own_job_alone(queue: Queue) -> None:
+def test_a_cancel_ends_no_other_job(queue: Queue) -> None:
     with inside(queue, FakeEngine(step_seconds=0.01)):
         jobs = [queue.add({"prompt": f"{i}", "max_tokens": 40}) for i in range(3)]
         eventually(lambda: all(len(queue.events(job)) > 2 for job in jobs))
@@ -306,7 +307,7 @@ def test_a_cancel_is_seen_within_a_poll_and_a_step(queue: Queue) -> None:
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_prompts_are_in_the_log_only_where_asked(queue: Queue, asked: bool) -> None:
+def test_prompts_are_logged_only_with_log_prompts(queue: Queue, asked: bool) -> None:
     with structlog.testing.capture_logs() as logs, inside(queue, log_prompts=asked):
         for body in ({"prompt": "sesame", "max_tokens": 1}, {"prompt": "sesame", "no_such_key": 1}, b'{"sesame'):
             queue.check_ending(queue.add(body))
@@ -314,12 +315,12 @@ def test_prompts_are_in_the_log_only_where_asked(queue: Queue, asked: bool) -> N
 
 
 @pytest.mark.parametrize("ending", ["broken", "cancelled before", "cancelled in its lane", "expired"])
-def test_a_job_that_never_started_leaves_the_same_fields_as_any(queue: Queue, ending: str) -> None:
+def test_the_result_of_a_job_that_never_started_has_the_same_fields(queue: Queue, ending: str) -> None:
     job, marks = secrets.token_hex(8), {"group": "g", "tenant": "t"}
     if ending == "cancelled before":
         queue.cancel(job)
     if ending == "cancelled in its lane":
-        scripts = Scripts(queue.client, queue.keys)
+        scripts = Steps(queue.client, queue.keys)
         scripts.enqueue(JobEntry(job, b"{}", group="g", tenant="t"))
         assert scripts.cancel(job) is CancelReply.DONE
     else:

@@ -1,4 +1,4 @@
-"""Many small jobs of every kind: memory and every book come back to where they were, and an idle worker is quiet."""
+"""Many small jobs of every kind: memory and the sizes of all containers stay flat, and an idle worker logs nothing."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from tokenmill.protocol.keys import Keys
 from tokenmill.protocol.result import Status
 
 WINDOW = 60
-"""Jobs in the queue at most, so that all are told apart from a queue that only grows."""
+"""Maximum number of jobs in the queue at once."""
 TTL = 2
-"""Seconds that results live, so that Redis' memory can be told to be flat."""
+"""Seconds that results are kept, few enough for Redis' memory to become flat."""
 
 
 @pytest.fixture
 def quiet() -> Iterator[None]:
-    """Thousands of lines kept by pytest would look like a leak."""
+    """Disable the log: thousands of lines kept by pytest would look like a leak."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     yield
     structlog.reset_defaults()
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Return the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 class Soak:
-    """Feeds a worker and takes measure whenever all is done."""
+    """Feeds a worker, and measures whenever all jobs have ended."""
 
     def __init__(self, server: RedisServer, model: Path, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -67,12 +67,12 @@ class Soak:
         self.worker.start()
         self.sent = 0
         self.sizes: list[Counter[str]] = []
-        """At each rest: how much each container of worker and engine holds."""
+        """Sizes of the containers of worker and engine, at each rest."""
         self.memory: list[tuple[int, int]] = []
-        """At each rest: bytes of this process, bytes of Redis."""
+        """Bytes of this process and of Redis, at each rest."""
 
     def feed(self, count: int, seconds: float) -> None:
-        """`count` jobs over `seconds`, a bounded number at a time; one in ten is nonsense, one in five is cancelled."""
+        """Submit `count` jobs over `seconds`, a bounded number at a time; a tenth is invalid, a fifth is cancelled."""
         began = time.monotonic()
         for number in range(count):
             time.sleep(max(0.0, began + seconds * number / count - time.monotonic()))  # the pace of the load
@@ -97,7 +97,7 @@ class Soak:
         return task
 
     def rest(self) -> None:
-        """Everything is done, expired and given back."""
+        """Wait until all jobs have ended and all keys have expired."""
         eventually(lambda: self.queue.depth() == 0, 60)
         self.worker.at_rest()
         expect_idle(self.engine)
@@ -118,7 +118,7 @@ class Soak:
         assert shown['tokenmill_kv_blocks{state="used"}'] == 0
 
     def ended(self) -> list[float]:
-        """Results written, of each status."""
+        """Return status → number of results written."""
         shown = self._metrics()
         return [shown[f'tokenmill_jobs_ended_total{{status="{status}"}}'] for status in Status]
 
@@ -128,7 +128,7 @@ class Soak:
         return {name: float(value) for name, value in lines}
 
     def _few_keys(self) -> list[bytes] | None:
-        """What is left once results and streams have expired: lanes, meta, group, quota, this worker."""
+        """Return the keys that are left once results and streams have expired."""
         keys = self.queue.client.keys(f"{self.queue.keys.root}*")
         return keys if len(keys) <= 12 else None
 
@@ -177,7 +177,7 @@ def test_memory_and_container_sizes_are_flat_over_twenty_thousand_jobs(
 
 @pytest.mark.redis_server
 @pytest.mark.slow
-def test_an_idle_worker_is_silent_for_twice_its_longest_socket_timeout(own_redis: RedisServer) -> None:
+def test_an_idle_worker_logs_no_warning_for_twice_its_longest_socket_timeout(own_redis: RedisServer) -> None:
     queue = Queue(command_client(own_redis.url), own_redis.url, Keys("idle"))
     with structlog.testing.capture_logs() as logs:
         worker = Inside(queue, block_ms="5000").start()

@@ -1,4 +1,4 @@
-"""Whatever a sender gets wrong becomes a JobError with the right code; what is right reaches the engine unchanged."""
+"""Every mistake of a producer becomes a JobError with the right code; a valid body reaches the engine unchanged."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import orjson
 import pytest
 import structlog
 
-from engine.models.chat import ChatError, Tokenizer
+from engine.models.chat import ChatError, Tokenizer, _reserved
 from engine.request import Bans, Request
 from tests.models.tiny import tokenizer
 from tests.worker.fakes import FakeEngine, FakeModel
+from tokenmill.protocol.body_fields import OPERATORS
 from tokenmill.protocol.errors import ErrorCode, JobError
 from tokenmill.protocol.job import Identity, JobEntry
 from worker.cli import settings_from
-from worker.jobs.held import Job, Structure
+from worker.jobs.job import Entry, Job, Structure
 from worker.jobs.translate import Translator
 
 FILE = "generation_config.json"
@@ -34,7 +35,7 @@ def translator(model: FakeModel | None = None, **options: object) -> Translator:
 
 def translate(body: Any, use: Translator | None = None, **entry: Any) -> tuple[Job, Request]:
     raw = body if isinstance(body, bytes) else orjson.dumps(body)
-    job = Job("normal", "1-0", Identity("a"))
+    job = Job(Entry("normal", "1-0", Identity("a")))
     deadline = entry.pop("deadline", None)
     return job, (use or translator()).request(job, JobEntry(id="a", body=raw, **entry), 1, deadline)
 
@@ -89,7 +90,7 @@ def test_a_huge_prompt_is_refused_without_being_tokenised() -> None:
     assert refusal({"prompt": "x" * 200_000}, translator(model)).code is ErrorCode.PROMPT_TOO_LONG
 
 
-def test_a_template_that_refuses_its_messages_is_the_senders_error() -> None:
+def test_a_template_that_refuses_its_messages_is_the_producers_error() -> None:
     def refuse(*args: Any, **kwargs: Any) -> list[int]:
         raise ChatRefused("no system role here")
 
@@ -100,7 +101,7 @@ def test_a_template_that_refuses_its_messages_is_the_senders_error() -> None:
 
 
 @pytest.mark.parametrize("name", ["self", "messages", "tools", "tokenize", "conversations"])
-def test_a_template_variable_with_a_name_of_the_machinery_is_the_senders_error(name: str) -> None:
+def test_a_template_variable_with_a_reserved_name_is_the_producers_error(name: str) -> None:
     model = FakeModel()
     model.tokenizer = Tokenizer(tokenizer())  # type: ignore[assignment]
     use = Translator(settings_from({"model": "fake"}), FakeEngine(capacity=256), model, ChatError)
@@ -111,7 +112,12 @@ def test_a_template_variable_with_a_name_of_the_machinery_is_the_senders_error(n
     assert name in error.message
 
 
-def test_a_budget_that_is_over_ends_the_job_before_it_is_parsed() -> None:
+def test_the_protocol_refuses_every_name_that_the_tokenizers_library_reserves() -> None:
+    """The engine asks the library, so that a newer one cannot be reached either; the protocol has the list."""
+    assert set() == _reserved() - OPERATORS
+
+
+def test_a_job_whose_ttl_ms_has_run_out_is_not_parsed() -> None:
     assert refusal(b"{", deadline=time.monotonic() - 1, ttl_ms=5).code is ErrorCode.DEADLINE_EXCEEDED
 
 
@@ -146,7 +152,7 @@ def test_defaults_come_from_the_model_then_from_openai() -> None:
         ("bad_words_ids", {"5": 1}, "a list of lists of token ids"),
     ],
 )
-def test_a_default_that_a_body_could_not_say_is_left_out_by_name(key: str, value: Any, range_: str) -> None:
+def test_a_default_that_no_body_could_have_is_ignored_and_named(key: str, value: Any, range_: str) -> None:
     model = FakeModel()
     model.generation = SimpleNamespace(**{key: value})
     with structlog.testing.capture_logs() as logs:
@@ -157,7 +163,7 @@ def test_a_default_that_a_body_could_not_say_is_left_out_by_name(key: str, value
     assert translate({"prompt": "x", "seed": 1}, use)[1].params == translate({"prompt": "x", "seed": 1})[1].params
 
 
-def test_what_the_makers_forbid_and_end_with_counts_for_every_job() -> None:
+def test_the_models_suppressed_ids_and_stop_strings_apply_to_every_job() -> None:
     model = FakeModel()
     model.generation = SimpleNamespace(
         eos_token_ids=frozenset({0}),
@@ -172,7 +178,7 @@ def test_what_the_makers_forbid_and_end_with_counts_for_every_job() -> None:
     assert translate({"prompt": "x", "ignore_eos": True}, translator(model))[1].params.stop == ()
 
 
-def test_a_suggestion_that_is_not_applied_is_named() -> None:
+def test_a_default_of_the_model_that_is_not_supported_is_named() -> None:
     model = FakeModel()
     model.generation = SimpleNamespace(not_applied=("no_repeat_ngram_size",))
     with structlog.testing.capture_logs() as logs:
@@ -180,22 +186,22 @@ def test_a_suggestion_that_is_not_applied_is_named() -> None:
     assert [(log["event"], log["key"]) for log in logs] == [("generation_config_ignored", "no_repeat_ngram_size")]
 
 
-def test_falsy_values_are_values() -> None:
+def test_zero_is_a_value_and_no_absent_parameter() -> None:
     params = translate({"prompt": "x", "seed": 0, "logit_bias": {"0": 0}, "stop_token_ids": [0]})[1].params
     assert (params.seed, params.logit_bias, params.stop_token_ids) == (0, ((0, 0.0),), frozenset({0}))
 
 
-def test_what_is_reduced_is_reported_as_clamped() -> None:
+def test_reduced_values_are_reported_as_clamped() -> None:
     job, request = translate({"prompt": "x" * 200, "max_tokens": 1000, "min_tokens": 100})
     assert (request.params.max_tokens, request.params.min_tokens) == (56, 56)
-    assert job.clamped == {"max_tokens": 56, "min_tokens": 56}
+    assert job.options.clamped == {"max_tokens": 56, "min_tokens": 56}
     job, request = translate({"prompt": "x"})
-    assert (request.params.max_tokens, job.clamped) == (255, {})
+    assert (request.params.max_tokens, job.options.clamped) == (255, {})
     job, request = translate({"prompt": "x", "max_tokens": 9}, translator(max_output_tokens=5))
-    assert (request.params.max_tokens, job.clamped) == (5, {"max_tokens": 5})
+    assert (request.params.max_tokens, job.options.clamped) == (5, {"max_tokens": 5})
 
 
-def test_any_served_name_may_be_asked_for() -> None:
+def test_a_job_may_name_any_served_model_name() -> None:
     use = translator(served_model_name="one,two")
     assert translate({"prompt": "x", "model": "two"}, use)[1].params.n == 1
     assert refusal({"prompt": "x", "model": "fake"}, use).code is ErrorCode.MODEL_MISMATCH
@@ -223,7 +229,7 @@ def test_chat_goes_through_the_template_with_its_arguments() -> None:
         ({"logprobs": 3, "top_logprobs": 3}, 3),
     ],
 )
-def test_logprobs_are_read_as_openai_and_as_a_count(body: Any, count: int | None) -> None:
+def test_logprobs_may_be_given_as_by_openai_or_as_a_count(body: Any, count: int | None) -> None:
     params = translate({"prompt": "x", **body})[1].params
     assert (params.logprobs, params.prompt_logprobs) == (count, None)
     assert translate({"prompt": "x", "prompt_logprobs": 2})[1].params.prompt_logprobs == 2
@@ -254,16 +260,16 @@ def test_logprobs_that_no_result_could_hold_are_refused(monkeypatch: pytest.Monk
         ({"structured_outputs": {"grammar": "start: A"}}, "structured_outputs.grammar", "grammar", "start: A"),
     ],
 )
-def test_structure_is_noted_and_compiled_later(body: Any, key: str, kind: str, spec: Any) -> None:
+def test_a_grammar_is_kept_and_compiled_later(body: Any, key: str, kind: str, spec: Any) -> None:
     model = FakeModel()
     use = translator(model)
     job, request = translate({"prompt": "x", **body}, use)
-    assert (job.structure, request.grammar, model.grammars.compiled) == (Structure(key, kind, spec), None, [])
+    assert (job.options.structure, request.grammar, model.grammars.compiled) == (Structure(key, kind, spec), None, [])
     use.grammar(Structure(key, kind, spec))
     assert model.grammars.compiled == [(kind, spec)]
 
 
-def test_a_bad_grammar_is_the_senders_error_and_names_the_key() -> None:
+def test_a_bad_grammar_is_the_producers_error_and_names_the_key() -> None:
     with pytest.raises(JobError) as caught:
         translator().grammar(Structure("structured_outputs.regex", "regex", "bad"))
     assert (caught.value.code, caught.value.message) == (

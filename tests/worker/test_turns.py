@@ -1,4 +1,4 @@
-"""Who comes next: higher lanes are read past lower ones that wait, and within a lane the order survives outages.
+"""The order of jobs: a higher lane is read while jobs of a lower lane wait; within a lane the order survives outages.
 
 The engine is the real one over a stub model.
 """
@@ -18,10 +18,11 @@ from tests.engine.stub import make_engine
 from tests.support import eventually
 from tests.worker.harness import Inside, Queue, inside
 from tokenmill.client.sync import Client
+from tokenmill.protocol.job import Identity
 from tokenmill.protocol.replies import Ref
 from tokenmill.protocol.scripts import Scripts
 from worker.cli import settings_from
-from worker.jobs.held import Job, Phase
+from worker.jobs.job import Entry, Job, Phase
 from worker.queue.intake import Intake
 
 BODY: dict[str, Any] = {"prompt": [5, 6, 7], "temperature": 0, "ignore_eos": True}
@@ -56,7 +57,7 @@ def holds(worker: Inside, *ids: str) -> bool:
 
 @pytest.mark.parametrize("room", ["1", "4"])
 @pytest.mark.parametrize(("lower", "higher"), [("low", "high"), ("low", "normal"), ("normal", "high")])
-def test_jobs_read_ahead_keep_no_higher_one_unread(queue: Queue, room: str, lower: str, higher: str) -> None:
+def test_jobs_read_ahead_keep_no_job_of_a_higher_lane_unread(queue: Queue, room: str, lower: str, higher: str) -> None:
     with inside(queue, slow_engine(1, 0.1), max_waiting=room, drain_seconds="0") as worker:  # type: ignore[arg-type]
         add(queue, 12, lower, max_tokens=60, group="g")
         eventually(lambda: worker.worker.held.waiting == int(room) and len(worker.worker.held) > int(room))
@@ -67,7 +68,7 @@ def test_jobs_read_ahead_keep_no_higher_one_unread(queue: Queue, room: str, lowe
 
 
 @pytest.mark.parametrize("delay_ms", [0, 300])
-def test_jobs_read_ahead_keep_no_higher_one_waiting_that_was_handed_back(queue: Queue, delay_ms: int) -> None:
+def test_jobs_read_ahead_keep_no_job_of_a_higher_lane_waiting_that_was_handed_back(queue: Queue, delay_ms: int) -> None:
     other = Scripts(queue.client, queue.keys, "other")
     above = _read_by(other, queue)
     with inside(queue, slow_engine(1, 0.1), max_waiting="4", drain_seconds="0") as worker:  # type: ignore[arg-type]
@@ -78,7 +79,7 @@ def test_jobs_read_ahead_keep_no_higher_one_waiting_that_was_handed_back(queue: 
         queue.client.delete(*queue.keys.lanes)
 
 
-def test_jobs_read_ahead_keep_no_higher_one_waiting_whose_worker_died(queue: Queue) -> None:
+def test_jobs_read_ahead_keep_no_job_of_a_higher_lane_waiting_whose_worker_died(queue: Queue) -> None:
     options = {"max_waiting": "4", "drain_seconds": "0", "lease_seconds": "1", "sweep_seconds": "0.3"}
     above = _read_by(Scripts(queue.client, queue.keys, "other"), queue)
     with inside(queue, slow_engine(1, 0.1), **options) as worker:  # type: ignore[arg-type]
@@ -96,7 +97,7 @@ def _read_by(other: Scripts, queue: Queue) -> Ref:
     return Ref(delivery.lane, delivery.entry, job_id)
 
 
-def test_what_was_handed_back_for_a_higher_one_goes_to_an_idle_worker_or_comes_back(queue: Queue) -> None:
+def test_a_job_handed_back_for_a_higher_lane_goes_to_an_idle_worker_or_comes_back(queue: Queue) -> None:
     engine = slow_engine(1, 0.005)
     with inside(queue, engine, max_waiting="2") as worker:  # type: ignore[arg-type]
         low = add(queue, 6, "low", max_tokens=30, group="g")
@@ -110,10 +111,10 @@ def test_what_was_handed_back_for_a_higher_one_goes_to_an_idle_worker_or_comes_b
     assert not queue.client.exists(queue.keys.returned)
 
 
-def test_a_job_that_waited_past_newcomers_of_the_lane_above_does_not_give_way() -> None:
+def test_a_job_that_waited_longer_than_aging_seconds_is_not_handed_back_for_the_lane_above() -> None:
     intake = Intake.__new__(Intake)
     intake._settings = settings_from({"model": "fake"})
-    job = Job("low", "1-0", who=None)  # type: ignore[arg-type]
+    job = Job(Entry("low", "1-0", Identity("low")))
     assert intake._gives_way(job, 0)
     assert not intake._gives_way(job, 2)
     job.taken_at -= 31
@@ -121,10 +122,10 @@ def test_a_job_that_waited_past_newcomers_of_the_lane_above_does_not_give_way() 
     assert not intake._gives_way(job, 1)
 
 
-def test_after_an_outage_jobs_start_in_the_order_in_which_they_came(
+def test_after_an_outage_jobs_start_in_the_order_in_which_they_were_added(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The START of four does not get through, and for six others it would a moment later."""
+    """The STARTs of four jobs do not reach Redis; those of six other jobs would, a moment later."""
     start_all, asked = Scripts.start_all, threading.Event()
 
     def start(self: Scripts, starts: Any) -> Any:
@@ -145,8 +146,8 @@ def test_after_an_outage_jobs_start_in_the_order_in_which_they_came(
     assert ended(queue) == jobs
 
 
-def test_an_entry_taken_over_goes_before_younger_ones_that_wait(queue: Queue) -> None:
-    """It was handed back by another worker, and this one holds jobs already that came later."""
+def test_an_entry_taken_over_starts_before_younger_entries_that_wait(queue: Queue) -> None:
+    """Another worker handed the entry back, and this worker holds younger jobs already."""
     queue.client.hset(queue.keys.meta, "lease_ms", 30_000)
     other = Scripts(queue.client, queue.keys, "other")
     other.ensure_groups()
@@ -162,7 +163,7 @@ def test_an_entry_taken_over_goes_before_younger_ones_that_wait(queue: Queue) ->
     assert ended(queue) == [first, old, *(job for job in young if job != first)]
 
 
-def test_a_deleted_lane_is_noticed_by_a_worker_and_its_readers_hear_of_it(
+def test_when_a_lane_is_deleted_the_worker_ends_its_jobs_and_their_readers_see_it(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reconcile = Scripts.reconcile

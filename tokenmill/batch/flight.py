@@ -1,8 +1,8 @@
-"""The requests in flight: submitted in batches, collected as they finish.
+"""The requests in flight: submitted in chunks, collected as their jobs end.
 
-One blocking read of the group's stream tells which jobs have ended, however many are in flight; their results are then
-fetched a few at a time. What the stream does not tell (jobs of a run before this one, a Redis that came back empty) is
-found by looking at all of them when nothing has happened for a while.
+One blocking read of the group's stream returns the jobs that have ended, however many are in flight; their results are
+then fetched a few at a time. Ends that are not in the stream (jobs of an earlier run, a Redis that came back empty) are
+found by looking for the results of all jobs whenever no job has ended for `IDLE_MS`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import inf
 from typing import TypeVar
 
 from redis.exceptions import NoPermissionError, RedisError
@@ -29,61 +30,64 @@ from tokenmill.protocol.result import Result
 T = TypeVar("T")
 
 IDLE_MS = 1000
-"""After so long without an end all results are looked for."""
+"""After so long without an end of a job, the results of all jobs in flight are looked for."""
 LINGER_S = 0.02
-"""Between two looks: ends that come one by one are taken together, which costs the worker's machine less."""
+"""Minimum time between two reads: ends that come one by one are read together, which costs the machine less."""
 RESUBMIT_S = 120.0
-"""A job that has no result for so long is submitted again, in case the queue has lost it; mostly it exists."""
+"""A job without a result is submitted again after so long, in case Redis has lost it; usually it still exists."""
+LOST_LOOK_S = 5.0
+"""While no job ends, the time between two looks whether Redis still knows the jobs in flight."""
 MAX_BYTES = 64 << 20
-"""Bodies in flight together, however wide the window is."""
+"""Maximum size of all bodies in flight, whatever the window."""
 FETCH = 32
-"""Results fetched at once; one with log-probabilities can have many megabytes."""
+"""Maximum number of results of one round trip; a result with log-probabilities can have many megabytes."""
 
 
 @dataclass(slots=True)
 class Flight:
-    """A request on its way; `size` is its body's."""
+    """A request in flight."""
 
     asked: Asked
     line: Line
     size: int
+    """Bytes of its body."""
     since: float = 0.0
-    """When it was submitted last, by the monotonic clock."""
+    """Moment of `time.monotonic()` of its last submit."""
 
 
 @dataclass(slots=True)
 class Ready:
-    """A request that is to be submitted."""
+    """A request that is ready to be submitted."""
 
     flight: Flight
     body: bytes
 
 
 def reach(client: Client, stop: threading.Event) -> None:
-    """Return once Redis has answered.
+    """Wait until Redis has answered.
 
     Raises:
         BatchStopped: `stop` was set while Redis was away.
-        redis.RedisError: Redis stays away, or refuses.
+        redis.RedisError: Redis stayed away, or refuses.
     """
     client.patiently(client.redis.ping, pause=_pausing(stop))
 
 
 def _pausing(stop: threading.Event) -> Callable[[float], None]:
-    """Return what waits between two tries of a command, and raises `BatchStopped` when `stop` is set."""
+    """Return a function that sleeps between two tries of a command, and raises `BatchStopped` once `stop` is set."""
 
     def pause(seconds: float) -> None:
         if stop.wait(seconds):
-            raise BatchStopped("stopped while Redis was away")
+            raise BatchStopped("Stopped while Redis was away. Run the file again to continue.")
 
     return pause
 
 
 class Flights:
-    """Submits and collects; all of one group.
+    """Submits the jobs of one group and collects their results.
 
-    Every method raises `redis.RedisError` where Redis stays away, and `BatchStopped` where it is away and the run is
-    told to stop.
+    Every method that uses Redis raises `redis.RedisError` if Redis stays away, and `BatchStopped` if `stop` is set
+    while Redis is away.
     """
 
     def __init__(self, client: Client, group: str, window: int, priority: str, stop: threading.Event) -> None:
@@ -93,8 +97,9 @@ class Flights:
         self._bytes = 0
         self._last = "0"
         self._look: list[str] = []
-        """Jobs that may have a result already."""
+        """Ids of jobs that may already have a result."""
         self._looked = 0.0
+        self._looked_for_lost = 0.0
         self._full_until = 0.0
         self._may_forget = True
         self._entries: list[str] = []
@@ -104,13 +109,16 @@ class Flights:
 
     @property
     def room(self) -> int:
-        """How many more may be submitted now."""
+        """How many more requests may be submitted now."""
         if self._bytes >= MAX_BYTES or time.monotonic() < self._full_until:
             return 0
         return self._window - len(self._held)
 
     def submit(self, batch: Sequence[Ready]) -> list[Ready]:
-        """Put them in flight, or make sure of them where they are; returns those for which the queue has no room."""
+        """Submit requests; return those for which the queue has no room.
+
+        A request in flight gets a new job only if Redis has lost the old one.
+        """
         entries = [
             JobEntry(id=ready.flight.asked.job_id, body=ready.body, stream=False, group=self._group) for ready in batch
         ]
@@ -136,12 +144,12 @@ class Flights:
         self._held[flight.asked.job_id] = flight
 
     def overdue(self) -> list[Line]:
-        """Lines to be submitted again."""
+        """Return the lines of requests that should be submitted again."""
         before = time.monotonic() - RESUBMIT_S
         return [flight.line for flight in self._held.values() if flight.since < before]
 
     def collect(self) -> Iterator[tuple[Flight, Result]]:
-        """Wait a little for ends; yields each finished request once."""
+        """Wait up to `IDLE_MS` for ends of jobs; yield each request that has ended, once, with its result."""
         self._stop.wait(max(0.0, self._looked + LINGER_S - time.monotonic()))
         ids, self._look = self._look, []
         ended = self._patiently(lambda: self._client.finished(self._group, self._last, None if ids else IDLE_MS))
@@ -151,6 +159,18 @@ class Flights:
             self._entries += (entry for entry, _ in ended)
         ids += (job_id for _, job_id in ended)
         yield from self._fetch([i for i in dict.fromkeys(ids) if i in self._held] if ids else list(self._held))
+        if not ids and time.monotonic() >= self._looked_for_lost + LOST_LOOK_S:
+            self._find_lost()
+
+    def _find_lost(self) -> None:
+        """Make jobs overdue that Redis does not know any more, as after a restart without its data."""
+        self._looked_for_lost = time.monotonic()
+        ids = iter(list(self._held))
+        while some := list(islice(ids, READ_COUNT)):
+            states = self._patiently(lambda some=some: self._client.states(some))  # type: ignore[misc]
+            for job_id, state in zip(some, states, strict=True):
+                if state is None:
+                    self._held[job_id].since = -inf
 
     def _fetch(self, ids: Sequence[str]) -> Iterator[tuple[Flight, Result]]:
         left = iter(ids)
@@ -160,11 +180,11 @@ class Flights:
                 if result is not None:
                     flight = self._held.pop(job_id)
                     self._bytes -= flight.size
-                    self._full_until = 0.0  # an end makes room
+                    self._full_until = 0.0  # the end of a job makes room in the queue
                     yield flight, result
 
     def forget(self, ids: Iterable[str]) -> None:
-        """Free what Redis holds of requests whose lines are on the disk. It would expire anyway."""
+        """Delete the keys of jobs whose lines are on the disk, instead of waiting until they expire."""
         entries, self._entries = self._entries, []
         todo = list(ids)
         if not self._may_forget or not (todo or entries):
@@ -180,5 +200,5 @@ class Flights:
                 raise
 
     def _patiently(self, call: Callable[[], T]) -> T:
-        """All calls may be repeated: a job that was added is refused as existing, and reads change nothing."""
+        """Call with retries; all calls are idempotent, since the queue refuses a job that was added before."""
         return self._client.patiently(call, pause=_pausing(self._stop))

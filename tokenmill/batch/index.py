@@ -1,4 +1,4 @@
-"""What is known of every line of the input, in bounded memory: a temporary SQLite database that grows on disk."""
+"""The lines of an input file, in bounded memory: a temporary SQLite database that grows on disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PLAN = """
 
 
 class Line(NamedTuple):
-    """A request's place in the input."""
+    """The place of a request in the input."""
 
     number: int
     offset: int
@@ -36,7 +36,7 @@ class Line(NamedTuple):
 
 
 class Index:
-    """The lines of one input. `close` it; its file has no name and goes with the process."""
+    """The lines of one input. Call `close` at the end; its file has no name and disappears with the process."""
 
     def __init__(self) -> None:
         self._db = sqlite3.connect("", isolation_level=None)
@@ -44,29 +44,33 @@ class Index:
         self.total = 0
 
     def add(self, rows: Iterable[tuple[int, int, int, int, str]]) -> None:
-        """Rows of (number, offset, length, prefix, custom id). Lines with one prefix, not 0, are planned together."""
+        """Add rows (number, offset, length, prefix, custom id). Lines with the same prefix, except 0, stay together."""
         self._db.execute("BEGIN")
         self.total += self._db.executemany("INSERT INTO lines VALUES (?, ?, ?, ?, ?, 0)", rows).rowcount
         self._db.execute("COMMIT")
 
     def seal(self) -> None:
-        """All lines are there: `repeated`, `take` and `plan` may be called."""
+        """End adding lines: from now on `repeated`, `take` and `plan` may be called."""
         self._db.execute("CREATE INDEX by_custom_id ON lines (custom_id)")
-        self._db.execute("BEGIN")  # for ever: nobody else reads it, and a transaction for each `take` costs
+        self._db.execute("BEGIN")  # never committed: the file has no other reader, and a commit for each `take` is slow
 
     def repeated(self) -> Iterator[tuple[int, int]]:
-        """(line, earlier line with the same custom id), in order."""
+        """Yield each line whose custom id an earlier line has, as pairs (line, first such line), in order."""
         yield from self._db.execute(_REPEATED)
 
     def take(self, custom_id: str) -> bool:
-        """Note that a request has its line in an output; False where there is no such request or it had one before."""
+        """Note that a request has its line in an output; return False for an unknown request or a second line."""
         update = "UPDATE lines SET done = 1 WHERE custom_id = ? AND done = 0"
         return self._db.execute(update, (custom_id,)).rowcount == 1
 
     def plan(self) -> Iterator[Line]:
-        """Lines without a line in an output. Whatever is done, what is left keeps its order: a prefix's lines stand
-        where the first of them stands in the file."""
+        """Yield the lines that have no line in an output yet.
+
+        Lines with the same prefix come together, at the place of the first of them in the file, whether that is done or
+        not: so the order is the same in every run.
+        """
         yield from map(Line._make, self._db.execute(_PLAN))
 
     def close(self) -> None:
+        """Delete the database."""
         self._db.close()

@@ -1,15 +1,15 @@
-"""The output files and the note beside them that binds them to one input.
+"""The output files of a run, and the state file beside them that binds them to one input.
 
-A line is appended whole, and only what is complete counts: what a crash left of a torn last line is cut off when the
-run goes on. So the outputs themselves say what is done. `<output>.state` says for which input, and holds the random
-part of the jobs' ids, which makes a line that is submitted again meet its own job.
+The outputs are the only record of what is done. Lines are appended whole, and only whole lines count: an incomplete
+last line, left by a crash, is cut off when the run continues. `<output>.state` names the input, and holds the random
+part of the ids of the jobs: so a line that is submitted again gets the id of its earlier job.
 
-A lock on each file, which ends with its process, keeps two runs apart. Nothing is created, cut or written before all
-files were found to be the run's own:
+A lock on each file, which ends with its process, keeps two runs apart. No file is created, cut or written before all
+files have been checked to belong to this run:
 
     check_paths(input, output, errors)
-    with Outputs(output, errors, digest) as outputs:   # opens and locks what is there
-        outputs.recover(index)                         # every line is one of this run's
+    with Outputs(output, errors, digest) as outputs:   # opens and locks the files that exist
+        outputs.recover(index)                         # checks that every line belongs to this run
         outputs.begin(keys.root)                       # the first change to any file
 """
 
@@ -35,22 +35,22 @@ from tokenmill.batch.state import State, load, note_of, save
 
 _BLOCK = 1 << 16
 _ESCAPES = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
-"""Inside of JSON strings; readers that split lines at any of Unicode's separators shall find one object a line."""
+"""Escapes of Unicode's line separators in JSON strings, for readers that split lines at any of these."""
 
 
 def check_paths(source: Path, output: Path, errors: Path | None) -> None:
-    """Check the names of a run's files before any of them is opened.
+    """Check the paths of a run's files before any file is opened.
 
     Raises:
-        BatchError: two of them are one file, or an output cannot be a plain file.
+        BatchError: two paths lead to one file, or an output cannot be a regular file.
     """
     note = note_of(output)
     outputs = [output] if errors is None else [output, errors]
     for path in outputs:
         if path.suffix == ".gz":
-            raise BatchError(f"{path}: outputs are written plain; name them without .gz")
+            raise BatchError(f"{path}: outputs are not compressed; name a file without .gz")
         if _same(path, source):
-            raise BatchError(f"{path}: is the input")
+            raise BatchError(f"{path}: is the input; name another output")
         _check_kind(path)
         if _same(path, note):
             raise BatchError(f"{path}: is where the state of {output} is kept; name another file")
@@ -66,20 +66,20 @@ def _check_kind(path: Path) -> None:
     except OSError as error:
         raise BatchError(f"{path}: {error.strerror or error}") from None
     if found is not None and not stat.S_ISREG(found.st_mode):
-        raise BatchError(f"{path}: is no regular file; what is done is read back from the output")
+        raise BatchError(f"{path}: is not a regular file; a run reads from its outputs which requests are done")
     folder = path.parent.resolve()
     if not folder.is_dir():
-        raise BatchError(f"{path}: No such file or directory: {path.parent} is no folder")
-    # /dev/stdout may lead to a regular file, but nothing can be kept beside it.
+        raise BatchError(f"{path}: No such file or directory: {path.parent} is not a folder")
+    # /dev/stdout may lead to a regular file, but the state file cannot be kept beside it.
     if folder == Path("/dev") or folder.is_relative_to("/proc"):
-        raise BatchError(f"{path}: is no name of a regular file; name the file itself")
+        raise BatchError(f"{path}: is not the name of a regular file; name the file itself")
 
 
 class OutputFile:
-    """A file of response lines, locked. Opening it changes nothing; a file that is missing is made by `begin`.
+    """A locked file of response lines. Opening it changes nothing; `begin` creates a file that is missing.
 
     Raises:
-        BatchError: it cannot be opened, or another run has it.
+        BatchError: the file cannot be opened, or another run has locked it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,15 +107,20 @@ class OutputFile:
         return self._file
 
     @property
+    def is_there(self) -> bool:
+        """Whether the file exists."""
+        return self._file is not None
+
+    @property
     def size(self) -> int:
-        """Bytes; 0 for a file that is not there."""
+        """Size in bytes; 0 for a file that is missing."""
         return 0 if self._file is None else os.fstat(self._file.fileno()).st_size
 
     def begin(self) -> bool:
-        """Make the file where it is missing, else cut off a torn last line; returns whether it was made.
+        """Create a missing file, or cut off an incomplete last line; return whether the file was created.
 
         Raises:
-            BatchError: it cannot be made or cut, or another run has just made it.
+            BatchError: the file cannot be created or cut, or another run has just created it.
         """
         if self._file is None:
             self._open(os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -128,7 +133,7 @@ class OutputFile:
         return False
 
     def _whole(self) -> int:
-        """Where the last whole line ends."""
+        """Return the position behind the last whole line."""
         end = self.size
         while end > 0:
             start = max(0, end - _BLOCK)
@@ -139,24 +144,26 @@ class OutputFile:
         return 0
 
     def check_torn(self) -> None:
-        """Check that what follows the last whole line may be cut off: the beginning of a line of ours.
+        """Check that the bytes behind the last whole line may be cut off: they must begin a response line.
 
-        A power cut may have left zeros in its place.
+        A power cut may have left zeros there.
 
         Raises:
-            BatchError: it is somebody else's.
+            BatchError: they do not.
         """
         if self._file is None:
             return
         torn = os.pread(self._file.fileno(), len(LINE_START), self._whole()).rstrip(b"\0")
         if not LINE_START.startswith(torn):
-            raise BatchError(f"{self.path}: its last line is no line of a batch's output; remove it or name another")
+            raise BatchError(
+                f"{self.path}: its last line is no line of a batch's output; remove the file or name another"
+            )
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """The whole lines.
+        """Yield the whole lines as objects.
 
         Raises:
-            BatchError: a line is none of ours.
+            BatchError: a line is not a response line.
         """
         if self._file is None:
             return
@@ -168,14 +175,16 @@ class OutputFile:
                     line = orjson.loads(data)
                     line["custom_id"], (line["response"] or {}).get("status_code")
                 except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
-                    raise BatchError(f"{self.path}: line {number} is no line of a batch's output") from None
+                    raise BatchError(
+                        f"{self.path}: line {number} is no line of a batch's output; remove the file or name another"
+                    ) from None
                 yield line
 
     def append(self, lines: list[bytes]) -> None:
-        """Add whole lines, each ending with LF.
+        """Append whole lines, each ending with LF.
 
         Raises:
-            BatchError: they could not be written; a later run cuts off what is there of the last one.
+            BatchError: they could not be written; a later run cuts off an incomplete last line.
         """
         data = b"".join(lines)
         for plain, escape in _ESCAPES:
@@ -188,7 +197,7 @@ class OutputFile:
             raise BatchError(f"{self.path}: {error.strerror or error}") from None
 
     def sync(self) -> None:
-        """Returns when what was added is on the disk."""
+        """Return when all lines are on the disk."""
         try:
             os.fdatasync(self._opened.fileno())
         except OSError as error:
@@ -200,13 +209,13 @@ class OutputFile:
 
 
 class Outputs:
-    """Both outputs of a run; where no error file is named, errors go to the output too.
+    """The output and the error file of a run. Without an error file, lines of failed requests go to the output.
 
     Args:
-        digest: of the input.
+        digest: SHA-256 of the input.
 
     Raises:
-        BatchError: they cannot be opened, are another run's, or belong to another input. Nothing was changed.
+        BatchError: a file cannot be opened, is locked by another run, or belongs to another input. Nothing was changed.
     """
 
     def __init__(self, output: Path, errors: Path | None, digest: str) -> None:
@@ -232,45 +241,60 @@ class Outputs:
         self._opened.close()
 
     def _claim(self, digest: str, errors: str | None) -> State:
-        """The state of these files, where they belong to this input or to none."""
+        """Return the state of these files, if they belong to this input, or are empty and no run has submitted.
+
+        Raises:
+            BatchError: they belong to another input, or to no run.
+        """
         state = self._saved
         output = self._output.path
         if not any(file.size for file in self._files):
-            if state is None or state.digest != digest:
+            if state is not None and state.digest == digest:
+                return replace(state, errors=errors)
+            if state is None or state.root is None or not self._output.is_there:
                 return State(digest, secrets.token_hex(16), errors)
-            return replace(state, errors=errors)
+            # Requests of another input may be in flight, and only this state knows their ids.
         if state is None:
             names = " and ".join(str(file.path) for file in self._files if file.size)
             raise BatchError(f"{names} exists and is no output of a batch run: remove it or name another")
         if state.digest != digest:
             raise BatchError(
-                f"{output} belongs to another input, or this one was changed: name another output, or remove "
-                f"it with its error file and {self._note.name} to start anew"
+                f"{output} belongs to another input, or the input was changed: name another output, or remove the "
+                f"output, its error file and {self._note.name} to start again (`tokenmill batch cancel` with the other "
+                "input cancels its requests in flight)"
             )
         if state.errors != errors:
-            raise BatchError(f"{output} was begun with the error file {state.errors}, not {errors}: name the same one")
+            raise BatchError(
+                f"{output} was begun with the error file {state.errors}, not {errors}: name the same error file"
+            )
         return state
 
     def recover(self, index: Index) -> None:
-        """Count what is there and take it out of the plan. Changes no file.
+        """Count the lines of the outputs, and mark their requests in the index as done. Changes no file.
 
         Raises:
-            BatchError: something in the outputs is not of this run.
+            BatchError: a line does not belong to this run.
         """
         for file in self._files:
             for line in file.lines():
                 if not index.take(str(line["custom_id"])):
-                    raise BatchError(f"{file.path}: custom_id {line['custom_id']!r} is twice there or not in the input")
+                    raise BatchError(
+                        f"{file.path}: custom_id {line['custom_id']!r} is there twice or not in the input: name the "
+                        "output of this input"
+                    )
                 ok = (line["response"] or {}).get("status_code") == 200
                 self.succeeded += ok
                 self.failed += not ok
             file.check_torn()
 
     def begin(self, root: str) -> None:
-        """Make the files ready to be appended to: the first change to any of them. `root`: of the queue's keys.
+        """Prepare the files for appending: the first change to any file.
+
+        Args:
+            root: `Keys.root` of the queue.
 
         Raises:
-            BatchError: a file cannot be made or written; those that were made are gone again.
+            BatchError: a file cannot be created or written; files that were created here have been removed again.
         """
         made: list[OutputFile] = []
         try:
@@ -284,10 +308,10 @@ class Outputs:
             raise
 
     def require_begun(self, root: str) -> None:
-        """Check that a run over these files submitted to the queue whose keys start with `root`.
+        """Check that a run over these files has submitted to the queue whose keys start with `root`.
 
         Raises:
-            BatchError: none did; nothing was changed.
+            BatchError: no run has; nothing was changed.
         """
         output = self._output.path
         if self._saved is None:
@@ -295,11 +319,11 @@ class Outputs:
                 f"{output}: no batch run has begun here ({self._note.name} is missing); name the output of the run"
             )
         if self._saved.digest != self.state.digest:
-            raise BatchError(f"{output} belongs to another input, or this one was changed; name the input of the run")
+            raise BatchError(f"{output} belongs to another input, or the input was changed; name the input of the run")
         if self._saved.errors != self.state.errors:
             raise BatchError(
                 f"{output} was begun with the error file {self._saved.errors}, not {self.state.errors}: "
-                "name the same one"
+                "name the same error file"
             )
         if self._saved.root not in (None, root):
             raise BatchError(
@@ -314,7 +338,7 @@ class Outputs:
             self._saved = state
 
     def append(self, good: list[bytes], bad: list[bytes]) -> None:
-        """Add lines of requests that succeeded and of those that failed."""
+        """Append the lines of requests that succeeded (`good`) and that failed (`bad`)."""
         if good:
             self._output.append(good)
             self.succeeded += len(good)
@@ -323,12 +347,13 @@ class Outputs:
             self.failed += len(bad)
 
     def sync(self) -> None:
+        """Return when all lines of both files are on the disk."""
         for file in self._files:
             file.sync()
 
     def next_generation(self) -> None:
-        """From now on lines are submitted under new ids."""
-        self._save(replace(self.state, generation=self.state.generation + 1))
+        """Make later runs submit the remaining lines under new ids, none of which has been submitted yet."""
+        self._save(replace(self.state, generation=self.state.generation + 1, root=None))
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What a batch run tells its caller: counts while it goes on, a report at its end, or why it did not begin."""
+"""What a batch run returns and raises: its progress, its report, and the errors of its files."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SHOWN_FAULTS = 100
-"""Faults of an input file that are listed; the others are only counted."""
+"""Maximum number of faults of an input file that are listed; further faults are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """How a file stands. `total` counts its requests; each succeeded or failed one has its line in an output."""
+    """The state of a file when a run ends.
+
+    `total` counts the file's requests; each succeeded or failed request has its line in an output.
+    """
 
     total: int
     succeeded: int
@@ -20,23 +23,24 @@ class BatchReport:
 
     @property
     def complete(self) -> bool:
-        """Every request has its line; False only where the run was told to stop."""
+        """Whether every request has its line; False only if the run was stopped."""
         return self.succeeded + self.failed == self.total
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Told after every write."""
+    """The state of a running batch; passed to the caller after every write."""
 
     total: int
     succeeded: int
     failed: int
     resumed: int
-    """Lines of those that an earlier run had written."""
+    """How many of the succeeded and failed requests an earlier run had written."""
     in_flight: int
 
     @property
     def done(self) -> int:
+        """Number of requests that have their line in an output."""
         return self.succeeded + self.failed
 
 
@@ -44,12 +48,12 @@ OnProgress = Callable[[Progress], None]
 
 
 class Fault(NamedTuple):
-    """One thing that is wrong with an input file."""
+    """An error in an input file."""
 
     line: int | None
-    """Counted from 1, blank ones too; None: the file as a whole."""
+    """Number of the line, counted from 1, blank lines included; None: the file as a whole."""
     code: str
-    """OpenAI's: `invalid_json_line`, `duplicate_custom_id`, `empty_file`, …"""
+    """OpenAI's code: `invalid_json_line`, `duplicate_custom_id`, `empty_file`, …"""
     message: str
 
     def __str__(self) -> str:
@@ -58,19 +62,23 @@ class Fault(NamedTuple):
 
 
 class BatchError(Exception):
-    """A run cannot go on; what was written stays and a later run goes on from it."""
+    """A run cannot continue. Lines that were written stay, and a later run continues from them."""
 
 
 class BatchStopped(BatchError):
-    """Told to stop before there was anything to report."""
+    """A run was stopped before it had a report: while its input was checked, or while Redis was away."""
+
+
+class BatchNotFound(BatchError):
+    """Redis knows no request of a run that is to be cancelled: it may be another Redis than the run's."""
 
 
 class BatchInvalid(BatchError):
-    """The input file is not a batch; nothing was submitted.
+    """The input is not a batch file; nothing was submitted.
 
     Args:
-        faults: the first `SHOWN_FAULTS` of them.
-        count: how many there are.
+        faults: the first `SHOWN_FAULTS` faults.
+        count: number of all faults.
     """
 
     def __init__(self, faults: Sequence[Fault], count: int) -> None:

@@ -1,7 +1,7 @@
-"""A line of the input, and OpenAI's body as ours.
+"""Translates the body of a request in OpenAI's format into the body of a job.
 
-What our protocol knows goes through as it is, and the worker judges it. Here is only what the two differ in: values
-that mean nothing to the output are dropped, what we cannot do is refused by name.
+Keys that the protocol has are passed on unchanged, and the worker checks them. This module handles only the
+differences: keys that do not change the output are dropped, and keys that are not supported are refused by name.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ COMPLETIONS = "/v1/completions"
 URLS = (CHAT, COMPLETIONS)
 
 COMPLETION_TOKENS = 16
-"""`max_tokens` of `/v1/completions` where a request names none: OpenAI's default there."""
+"""`max_tokens` of a request to `/v1/completions` that names none: OpenAI's default there."""
 LEADING_CHARS = 256
 LEADING_IDS = 64
-"""Requests without a system prompt go together where so many characters or token ids of their beginning are equal."""
+"""Requests without a system prompt share a prefix if this many characters or token ids of their beginning are equal."""
 
 Json = dict[str, Any]
 
 
 class Unsupported(ValueError):
-    """A request that we cannot do; `param` is its key."""
+    """A request that tokenmill does not support; `param` is the key."""
 
     def __init__(self, param: str, message: str) -> None:
         self.param = param
@@ -41,16 +41,19 @@ _NO_EFFECT = frozenset(
 
 
 def translate(url: str, body: Mapping[str, Any]) -> Json:
-    """The body of a job for OpenAI's body of a request.
+    """Return the body of a job for the body of a request in OpenAI's format.
+
+    Args:
+        url: one of `URLS`.
 
     Raises:
-        Unsupported: it asks for what we cannot do.
+        Unsupported: the request asks for something that tokenmill does not support.
     """
-    ours = {key: value for key, value in body.items() if value is not None and key not in _NO_EFFECT}
+    translated = {key: value for key, value in body.items() if value is not None and key not in _NO_EFFECT}
     for key, check in _CHECKS.items():
-        if key in ours and not check(ours.pop(key), ours):
+        if key in translated and not check(translated.pop(key), translated):
             raise Unsupported(key, _REFUSALS.get(key, "is not supported"))
-    return _chat(ours) if url == CHAT else _completion(ours)
+    return _chat(translated) if url == CHAT else _completion(translated)
 
 
 def _single(best_of: Any, body: Json) -> bool:
@@ -74,45 +77,45 @@ _CHECKS: dict[str, Callable[[Any, Json], bool]] = {
     "tool_choice": _tool_choice,
     "parallel_tool_calls": lambda value, body: value is True or not body.get("tools"),
 }
-"""Keys that our protocol lacks, each with whether its value can be left out without a change to the output."""
+"""Keys that the protocol lacks, each with a check whether dropping its value leaves the output unchanged."""
 
 _REFUSALS = {
     "stream": "a batch has no streams",
     "stream_options": "a batch has no streams",
-    "modalities": "text is all there is",
+    "modalities": "only text is supported",
     "best_of": "must equal n: completions are not ranked",
-    "tool_choice": "must be auto or none: a call of a tool cannot be forced",
-    "parallel_tool_calls": "calls of tools cannot be limited",
+    "tool_choice": "must be auto or none: a tool call cannot be forced",
+    "parallel_tool_calls": "must be true: the number of tool calls cannot be limited",
 }
 
 
-def _chat(ours: Json) -> Json:
-    if "prompt" in ours:
+def _chat(translated: Json) -> Json:
+    if "prompt" in translated:
         raise Unsupported("prompt", f"does not belong to {CHAT}")
-    if "messages" not in ours:
+    if "messages" not in translated:
         raise Unsupported("messages", "is missing")
-    return ours
+    return translated
 
 
-def _completion(ours: Json) -> Json:
-    if "messages" in ours:
+def _completion(translated: Json) -> Json:
+    if "messages" in translated:
         raise Unsupported("messages", f"does not belong to {COMPLETIONS}")
-    prompt = ours.get("prompt")
+    prompt = translated.get("prompt")
     if prompt is None:
         raise Unsupported("prompt", "is missing")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
         if len(prompt) > 1:
-            raise Unsupported("prompt", "must be a single one; give each of several a line of its own")
-        ours["prompt"] = prompt[0]
-    ours.setdefault("max_tokens", ours.get("max_completion_tokens", COMPLETION_TOKENS))
-    return ours
+            raise Unsupported("prompt", "must be a single prompt; give each prompt a line of its own")
+        translated["prompt"] = prompt[0]
+    translated.setdefault("max_tokens", translated.get("max_completion_tokens", COMPLETION_TOKENS))
+    return translated
 
 
 def prefix_of(body: Mapping[str, Any]) -> int:
-    """What requests have in common that should meet in the prefix cache, as 64 bits; 0: nothing worth it.
+    """Return a 64-bit hash of the prefix that requests may share in the prefix cache; 0 if it is too short.
 
-    It is the tools and leading system messages of a chat, else the first `LEADING_CHARS` characters or `LEADING_IDS`
-    token ids.
+    The prefix is the tools and leading system messages of a chat, otherwise the first `LEADING_CHARS` characters or
+    `LEADING_IDS` token ids.
     """
     messages, tools = body.get("messages"), body.get("tools")
     first = body.get("prompt")
@@ -135,6 +138,6 @@ def prefix_of(body: Mapping[str, Any]) -> int:
 def _hash(what: Any) -> int:
     try:
         data = orjson.dumps(what)
-    except TypeError:  # nested too deeply; the worker will refuse it
+    except TypeError:  # nested too deeply; the request is refused later
         return 0
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True) or 1

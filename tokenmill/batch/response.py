@@ -1,11 +1,11 @@
-"""A job's result as a line of OpenAI's output or error file.
+"""Translates the result of a job into a line of OpenAI's output or error file.
 
     response_line(Asked(…), result) -> (bytes, ok)
-    refusal_line(Asked(…), param, message) -> bytes
+    refusal_line(Asked(…), message) -> bytes
 
-Output lines hold real `chat.completion` and `text_completion` bodies. In an error line `error` is never null, so a
-reader may look there or at `response.status_code`: `response` holds what OpenAI's HTTP answer would be, or is null
-where there would be none (cancelled, expired).
+Output lines hold `chat.completion` and `text_completion` bodies. In an error line `error` is never null, so a reader
+may look there or at `response.status_code`: `response` holds what OpenAI's server would answer, or is null where there
+is no such answer (cancelled, expired).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Json = dict[str, Any]
 
 _ID = "batch_req_"
 LINE_START = f'{{"id":"{_ID}'.encode()
-"""How every line begins, and nothing else: what a crash left of a torn line is known by it."""
+"""How every response line begins: identifies an incomplete line that a crash left."""
 
 _CODES = {code.value: code for code in ErrorCode}
 _HTTP = {
@@ -37,16 +37,16 @@ _HTTP = {
     ErrorCode.TOO_LARGE: 413,
     ErrorCode.MODEL_MISMATCH: 404,
 }
-"""Status codes of what the request itself is to blame for; anything else is 500."""
+"""HTTP status codes of errors of the request itself; every other error is 500."""
 _OPENAI = {ErrorCode.PROMPT_TOO_LONG: "context_length_exceeded", ErrorCode.MODEL_MISMATCH: "model_not_found"}
-"""Where OpenAI has a code of its own for the same."""
+"""OpenAI's codes for errors that have another name there."""
 _UNANSWERED = {Status.CANCELLED: "batch_cancelled", Status.EXPIRED: "batch_expired"}
 _PARAM = re.compile(r"([a-z_]+)[.:]")
 _ALTERNATIVE = ("token", "logprob", "bytes")
 
 
 class Asked(NamedTuple):
-    """What an answer repeats of its request."""
+    """The parts of a request that its response line repeats."""
 
     job_id: str
     custom_id: str
@@ -54,7 +54,7 @@ class Asked(NamedTuple):
 
 
 def response_line(asked: Asked, result: Result) -> tuple[bytes, bool]:
-    """The line of a finished job, ending with LF, and whether it succeeded."""
+    """Return the line of a finished job, ending with LF, and whether the job succeeded."""
     if result.ok:
         body = _chat(asked, result) if asked.url == CHAT else _completion(asked, result)
         return _line(asked, _response(asked, 200, body), None), True
@@ -65,7 +65,7 @@ def response_line(asked: Asked, result: Result) -> tuple[bytes, bool]:
 
 
 def refusal_line(asked: Asked, message: str) -> bytes:
-    """The line of a request that was not submitted; `message` begins with its key."""
+    """Return the line of a request that was refused before it was submitted; `message` begins with the wrong key."""
     return _failed(asked, ErrorInfo(ErrorCode.INVALID_REQUEST.value, message))
 
 
@@ -83,13 +83,13 @@ def _failed(asked: Asked, error: ErrorInfo) -> bytes:
     status_code = _HTTP.get(known, 500)
     code = _OPENAI.get(known, error.code)
     named = _PARAM.match(error.message) if status_code == 400 else None
-    told = {
+    body = {
         "message": error.message,
         "type": "invalid_request_error" if status_code < 500 else "server_error",
         "param": named[1] if named else None,
         "code": code,
     }
-    return _line(asked, _response(asked, status_code, {"error": told}), {"code": code, "message": error.message})
+    return _line(asked, _response(asked, status_code, {"error": body}), {"code": code, "message": error.message})
 
 
 def _reason(result: Result) -> str:
@@ -162,29 +162,33 @@ def _chat_logprobs(logprobs: Any) -> Json | None:
     if logprobs is None:
         return None
     content = [
-        {**_entry(one), "top_logprobs": [_entry(other) for other in one["top_logprobs"]]} for one in logprobs["content"]
+        {**_entry(token), "top_logprobs": [_entry(alternative) for alternative in token["top_logprobs"]]}
+        for token in logprobs["content"]
     ]
     return {"content": content, "refusal": None}
 
 
-def _entry(one: Mapping[str, Any]) -> Json:
-    return {key: one[key] for key in _ALTERNATIVE}
+def _entry(token: Mapping[str, Any]) -> Json:
+    return {key: token[key] for key in _ALTERNATIVE}
 
 
 def _text_logprobs(logprobs: Any) -> Json | None:
-    """The older shape. An offset counts characters of the text; a token inside of a character has that of its end."""
+    """Return log-probabilities in the shape of `/v1/completions`.
+
+    `text_offset` counts characters of the text; all tokens that share a character have the offset of this character.
+    """
     if logprobs is None:
         return None
     content = logprobs["content"]
     decoder, offset, offsets = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
-    for one in content:
+    for token in content:
         offsets.append(offset)
-        offset += len(decoder.decode(bytes(one["bytes"] or ())))
+        offset += len(decoder.decode(bytes(token["bytes"] or ())))
     return {
-        "tokens": [one["token"] for one in content],
-        "token_logprobs": [one["logprob"] for one in content],
+        "tokens": [token["token"] for token in content],
+        "token_logprobs": [token["logprob"] for token in content],
         "top_logprobs": [
-            {other["token"]: other["logprob"] for other in (*one["top_logprobs"], one)} for one in content
+            {entry["token"]: entry["logprob"] for entry in (*token["top_logprobs"], token)} for token in content
         ],
         "text_offset": offsets,
     }

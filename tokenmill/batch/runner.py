@@ -1,4 +1,4 @@
-"""The run of a batch file: check, plan, submit a window, write what comes."""
+"""Runs a batch file: check it, plan the order, keep a window of requests in flight, write their lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import orjson
 from tokenmill.batch.flight import Flight, Flights, Ready, reach
 from tokenmill.batch.index import Index, Line
 from tokenmill.batch.output import Outputs, check_paths
-from tokenmill.batch.report import BatchError, BatchReport, BatchStopped, OnProgress, Progress
+from tokenmill.batch.report import BatchError, BatchNotFound, BatchReport, BatchStopped, OnProgress, Progress
 from tokenmill.batch.request import Unsupported, translate
 from tokenmill.batch.response import Asked, refusal_line, response_line
 from tokenmill.batch.source import Source
@@ -26,21 +26,24 @@ from tokenmill.client.sync import Client
 from tokenmill.protocol.keys import LANES
 
 WINDOW = 512
+"""Default maximum number of requests in flight."""
 SYNC_S = 1.0
-"""How often what was written is put on the disk and then forgotten in Redis."""
+"""How often the written lines are synced to the disk, and their jobs then deleted in Redis."""
 CHUNK_BYTES = 8 << 20
-"""Bodies submitted in one round trip."""
+"""Maximum size of the bodies that are submitted in one round trip."""
 FLUSH_LINES = 256
 FLUSH_BYTES = 4 << 20
+"""Lines are written once there are so many lines or bytes of them."""
 CANCEL_CHUNK = 1024
+"""Lines whose jobs `cancel` looks for in one round trip."""
 CANCEL_EMPTY = 16
-"""Chunks without a job that Redis knows, after which there are no more."""
+"""`cancel` ends after so many chunks in a row without a job that Redis knows."""
 PathLike = str | Path
 
 
 @dataclass(frozen=True)
 class Files:
-    """The three files of a run, opened, with what is left to do."""
+    """The opened files of a run, with the index of the input's lines."""
 
     source: Source
     index: Index
@@ -61,18 +64,19 @@ def run(
     """Run every request of a file that has no line in the outputs yet, and return when each has one.
 
     Args:
-        errors_path: where lines of failed requests go; None: into the output, too.
-        window: requests in flight at most.
-        progress: called about every second at least, and after every write, on this thread.
-        stop: set it to make the run end soon: nothing more is submitted, what is in flight goes on in the queue, and
-            the next run over the same files takes its results. The report is then not `complete`.
+        errors_path: file for the lines of failed requests; None: the output.
+        window: maximum number of requests in flight.
+        priority: lane of the jobs.
+        progress: called on this thread, after every write and about once a second.
+        stop: an event that ends the run soon after it is set: no more requests are submitted, requests in flight go on
+            in the queue, and the next run over the same files takes their results. The report is then not `complete`.
 
     Raises:
-        ValueError: a window below 1, an unknown priority.
+        ValueError: `window` is below 1, or `priority` is not a lane.
         BatchInvalid: the input is not a batch file; nothing was submitted.
-        BatchStopped: told to stop before the input was checked, or while Redis was away.
-        BatchError: the outputs belong to another input or another run holds them; a file cannot be read or written.
-        redis.RedisError: Redis stayed away. Run again to go on.
+        BatchStopped: `stop` was set before the input was checked, or while Redis was away.
+        BatchError: the outputs belong to another input or to a running run; a file cannot be read or written.
+        redis.RedisError: Redis stayed away. Run again to continue.
     """
     if window < 1:
         raise ValueError("window: must be at least 1")
@@ -94,39 +98,57 @@ def cancel(
     client: Client,
     reason: str = "batch cancelled",
 ) -> int:
-    """Cancel what a run that has ended, or was killed, left in flight; returns how many requests that were.
+    """Cancel the requests that a stopped or killed run left in flight; return their number.
 
-    They have no line in the outputs; a later run over the same files submits them anew.
+    They get no line in the outputs; a later run over the same files submits them again.
+
+    Args:
+        reason: kept in the results.
 
     Raises:
-        BatchError: no run has begun with these files and this queue; otherwise as `run`, in particular while the run
-            still goes on. No file was changed.
-        redis.RedisError: Redis is away; call it again.
+        BatchNotFound: Redis knows no request of the run, so that it may be another Redis. No file was changed.
+        BatchError: no run has begun with these files and this queue; or as `run`, in particular while the run has not
+            ended. No file was changed.
+        redis.RedisError: Redis is away. Call again to continue.
     """
     with _files(input_path, output_path, errors_path, threading.Event()) as files:
         files.outputs.require_begun(client.keys.root)
         lines, cancelled, empty, known = files.index.plan(), 0, 0, False
         state = files.outputs.state
-        # Lines are submitted in the plan's order, so what is in flight comes early in what is left of it; there are
-        # gaps where the queue had no room for some.
+        # Lines are submitted in the order of the plan, so the requests in flight are at its beginning, with gaps where
+        # the queue had no room.
         while empty < CANCEL_EMPTY and (some := [state.job_id(line.number) for line in islice(lines, CANCEL_CHUNK)]):
             states = client.states(some)
-            for job_id, told in zip(some, states, strict=True):
-                if told in ("queued", "running"):
+            for job_id, job_state in zip(some, states, strict=True):
+                if job_state in ("queued", "running"):
                     client.job(job_id).cancel(reason)
                     cancelled += 1
             empty = 0 if any(states) else empty + 1
             known = known or any(states)
-        if known:  # a Redis that knows none of the jobs is not the run's: there they may still be in flight
+        if known:
             files.outputs.next_generation()
+        elif state.root is not None and _lines_left(files) and not _is_there(client, state.group):
+            raise BatchNotFound(  # the requests may be in flight at another Redis
+                f"{output_path}: this Redis knows no request of the run; no request was cancelled. If the run used "
+                "another Redis, name it with --redis. If Redis has lost its data, no request is in flight."
+            )
         return cancelled
+
+
+def _is_there(client: Client, group: str) -> bool:
+    """Return whether Redis knows a run's group, which lives from the first request to a day after the last end."""
+    return client.group(group).progress().total > 0
+
+
+def _lines_left(files: Files) -> bool:
+    return files.outputs.succeeded + files.outputs.failed < files.index.total
 
 
 @contextmanager
 def _files(
     input_path: PathLike, output_path: PathLike, errors_path: PathLike | None, stop: threading.Event
 ) -> Iterator[Files]:
-    """Open, check and recover everything; no file is changed."""
+    """Open and check all files, and mark the requests that are done; changes no file."""
     source_path, output = Path(input_path), Path(output_path)
     errors = None if errors_path is None else Path(errors_path)
     check_paths(source_path, output, errors)
@@ -139,7 +161,7 @@ def _files(
             outputs.recover(index)
             yield Files(source, index, outputs)
     except sqlite3.Error as error:
-        raise BatchError(f"the temporary index: {error}; TMPDIR says where it grows") from None
+        raise BatchError(f"the temporary index: {error}; TMPDIR names the folder for it") from None
 
 
 def _ignore(_: Progress) -> None:
@@ -147,7 +169,7 @@ def _ignore(_: Progress) -> None:
 
 
 class _Run:
-    """One run over opened files."""
+    """A run over opened files."""
 
     def __init__(
         self,
@@ -165,15 +187,15 @@ class _Run:
         self._good: list[bytes] = []
         self._bad: list[bytes] = []
         self._pending = 0
-        """Bytes in both."""
+        """Bytes of the lines in both."""
         self._unsynced: list[str] = []
-        """Jobs whose lines may not be on the disk yet."""
+        """Ids of jobs whose lines may not be on the disk yet."""
         self._synced = time.monotonic()
 
     def go(self) -> BatchReport:
         ready = self._prepare()
         waiting: list[Ready] = []
-        self._tell()
+        self._report_progress()
         try:
             while not self._stop.is_set():
                 more = self._fill(ready, waiting)
@@ -182,17 +204,23 @@ class _Run:
                 self._write()
                 if time.monotonic() - self._synced > SYNC_S:
                     self._sync()
-                self._tell()
+                self._report_progress()
         except BatchStopped:
             self._stop.set()
         self._sync()
         report = BatchReport(self._index.total, self._outputs.succeeded, self._outputs.failed)
         if not report.complete and not self._stop.is_set():
-            raise BatchError(f"{report.total - report.succeeded - report.failed} requests got no line; run again")
+            missing = report.total - report.succeeded - report.failed
+            raise BatchError(f"{missing} requests have no line. Run the file again to continue.")
         return report
 
     def _fill(self, ready: Iterator[Ready], waiting: list[Ready]) -> bool:
-        """Submit what there is room for; False when nothing is left. `waiting`: for what the queue had no room."""
+        """Submit as many requests as there is room for; return False when none is left to submit.
+
+        Args:
+            ready: the remaining requests of the plan.
+            waiting: requests that the queue had no room for; updated in place.
+        """
         late = self._take((self._ready(line) for line in self._flights.overdue()), len(self._flights))
         if late:
             self._flights.submit(late)
@@ -206,20 +234,20 @@ class _Run:
     def _take(self, ready: Iterator[Ready | None], count: int) -> list[Ready]:
         batch: list[Ready] = []
         size = 0
-        while len(batch) < count and size < CHUNK_BYTES and (one := next(ready, None)) is not None:
-            batch.append(one)
-            size += one.flight.size
+        while len(batch) < count and size < CHUNK_BYTES and (request := next(ready, None)) is not None:
+            batch.append(request)
+            size += request.flight.size
         return batch
 
     def _prepare(self) -> Iterator[Ready]:
-        """What the plan still holds; requests that we cannot do are answered on the way."""
+        """Yield the requests of the plan; a request that is not supported gets its error line instead."""
         for line in self._index.plan():
             ready = self._ready(line)
             if ready is not None:
                 yield ready
             elif len(self._bad) >= FLUSH_LINES:
                 self._flush()
-                self._tell()
+                self._report_progress()
             if self._stop.is_set():
                 return
 
@@ -230,7 +258,7 @@ class _Run:
         except (orjson.JSONDecodeError, KeyError, TypeError):
             custom_id = None
         if custom_id != line.custom_id:
-            raise BatchError(f"{self._source.path}: line {line.number} was changed while the batch ran")
+            raise BatchError(f"{self._source.path}: line {line.number} was changed while the batch ran; restore it")
         asked = Asked(self._outputs.state.job_id(line.number), line.custom_id, url)
         try:
             raw = orjson.dumps(translate(url, body))
@@ -245,7 +273,7 @@ class _Run:
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _write(self) -> None:
-        """Write what has ended."""
+        """Write the lines of requests that have ended."""
         for flight, result in self._flights.collect():
             line, ok = response_line(flight.asked, result)
             (self._good if ok else self._bad).append(line)
@@ -260,14 +288,14 @@ class _Run:
         self._good, self._bad, self._pending = [], [], 0
 
     def _sync(self) -> None:
-        """What is on the disk may be forgotten in Redis."""
+        """Sync the outputs to the disk, then delete the jobs of their lines in Redis."""
         self._flush()
         self._outputs.sync()
         self._flights.forget(self._unsynced)
         self._unsynced = []
         self._synced = time.monotonic()
 
-    def _tell(self) -> None:
+    def _report_progress(self) -> None:
         done = self._outputs
         self._progress(
             Progress(self._index.total, done.succeeded, done.failed, self._resumed, in_flight=len(self._flights))

@@ -1,12 +1,12 @@
-"""The input file: read once from front to back, then line by line at any place.
+"""The input file: read once from beginning to end, then line by line at any position.
 
     with Source(path, spool_dir) as source:
         for line in source.lines(): …           # Raw(number, offset, data); data None: too long
-        source.digest                           # of all that was read, known at the end
+        source.digest                           # of the whole content, once `lines` has ended
         source.read(offset, length)
 
-A line ends with LF and nothing else: JSON strings may hold U+2028 and the like. A byte-order mark and CR before LF are
-no part of a line. What cannot be read at any place, as gzip and pipes, is first copied to a file without a name.
+Only LF ends a line: JSON strings may hold U+2028 and similar characters. A byte-order mark and a CR before LF do not
+belong to a line. An input without random access (gzip, a pipe) is first copied to a temporary file.
 """
 
 from __future__ import annotations
@@ -26,37 +26,38 @@ from typing import IO, NamedTuple, Self
 from tokenmill.batch.report import BatchError, BatchInvalid, Fault
 
 MAX_LINE_BYTES = 32 << 20
-"""A longer line is a fault of the file; what a worker takes (`--max-body-bytes`) is the worker's to say."""
+"""A longer line is a fault of the file. The worker has its own, usually lower, limit (`--max-body-bytes`)."""
 _BOM = b"\xef\xbb\xbf"
 _GZIP = b"\x1f\x8b"
 _BLOCK = 1 << 20
 
 
 class Raw(NamedTuple):
-    """One line that is not blank."""
+    """A line that is not blank."""
 
     number: int
-    """Counted from 1, blank lines too."""
+    """Counted from 1, blank lines included."""
     offset: int
+    """Bytes from the beginning of the content."""
     data: bytes | None
-    """None where it is longer than `MAX_LINE_BYTES`."""
+    """None for a line longer than `MAX_LINE_BYTES`."""
 
 
 class Source:
     """An input file, plain or gzip.
 
     Args:
-        spool_dir: where to keep what has to be copied.
+        spool_dir: folder for the copy of an input without random access.
 
     Raises:
-        BatchError: it cannot be opened or copied.
-        BatchInvalid: it is broken gzip.
+        BatchError: the input cannot be opened or copied.
+        BatchInvalid: the input is broken gzip.
     """
 
     def __init__(self, path: Path, spool_dir: Path) -> None:
         self.path = path
         self.digest = ""
-        """SHA-256 of the content as hex, once `lines` has come to its end."""
+        """SHA-256 of the content in hex, once `lines` has ended."""
         try:
             self._file = _open(path, spool_dir)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -71,7 +72,7 @@ class Source:
         self._file.close()
 
     def lines(self) -> Iterator[Raw]:
-        """All lines but blank ones."""
+        """Yield all lines that are not blank."""
         digest = hashlib.sha256()
         offset, number = 0, 0
         self._file.seek(0)
@@ -92,10 +93,10 @@ class Source:
         self.digest = digest.hexdigest()
 
     def read(self, offset: int, length: int) -> bytes:
-        """What is there now; shorter at the file's end.
+        """Return the bytes that are there now; fewer than `length` at the end of the file.
 
         Raises:
-            BatchError: the file cannot be read any more.
+            BatchError: the file can no longer be read.
         """
         try:
             return os.pread(self._file.fileno(), length, offset)

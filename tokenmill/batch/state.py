@@ -1,4 +1,4 @@
-"""The note beside an output, `<output>.state`: which input it belongs to, and what the ids of its jobs are made of."""
+"""The file `<output>.state`: binds an output to its input, and holds the random part of the ids of its jobs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenmill.batch.report import BatchError
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What `<output>.state` holds."""
+    """The content of `<output>.state`."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -24,20 +24,20 @@ class State:
     """SHA-256 of the input's content."""
     salt: str
     errors: str | None
-    """The error file, seen from the output's folder."""
+    """Path of the error file, relative to the output's folder; None: failed requests go to the output."""
     generation: int = 1
-    """Goes up when what is in flight was cancelled, so that it gets new ids."""
+    """Increases when the requests in flight are cancelled, so that the next run submits them under new ids."""
     format: int = 1
     root: str | None = None
-    """What every key of the queue starts with to which the last run submitted; None: no run has begun."""
+    """`Keys.root` of the queue to which this generation was submitted; None: it has not been submitted."""
 
     @property
     def group(self) -> str:
-        """The group of this run's jobs."""
+        """Name of the group of this run's jobs."""
         return f"batch-{self.salt}-{self.generation}"
 
     def job_id(self, number: int) -> str:
-        """The id of a line's job: 128 bits that nobody can guess, the same at every run."""
+        """Return the id of a line's job: 128 bits that cannot be guessed, the same in every run."""
         key = f"{self.salt}-{self.generation}-{number}".encode()
         return hashlib.blake2b(key, digest_size=16).hexdigest()
 
@@ -46,15 +46,15 @@ _STATE = TypeAdapter(State)
 
 
 def note_of(output: Path) -> Path:
-    """Where the state of an output is kept."""
+    """Return the path of an output's state file."""
     return output.parent / (output.name + ".state")
 
 
 def load(note: Path) -> State | None:
-    """The state in `note`; None where there is no such file.
+    """Read a state file; return None if there is no such file.
 
     Raises:
-        BatchError: the file cannot be read, or is something else.
+        BatchError: the file cannot be read, or is not a state file.
     """
     try:
         state = _STATE.validate_json(note.read_bytes(), strict=True)
@@ -63,21 +63,19 @@ def load(note: Path) -> State | None:
     except OSError as error:
         raise BatchError(f"{note}: not readable: {error.strerror or error}") from None
     except ValidationError:
-        raise BatchError(
-            f"{note}: not readable as the state of a batch run: remove it or name another output"
-        ) from None
+        raise BatchError(f"{note}: is not the state of a batch run: remove it or name another output") from None
     if state.format != 1:
-        raise BatchError(f"{note}: written by another version")
+        raise BatchError(f"{note}: was written by another version of tokenmill; continue with that version")
     return state
 
 
 def save(note: Path, state: State) -> None:
-    """Replace `note`: all of it or nothing, and on the disk when this returns.
+    """Replace a state file atomically; it is on the disk when this returns.
 
     Raises:
-        BatchError: it cannot be written; what was there stays.
+        BatchError: it cannot be written; the old file stays.
     """
-    # A name that nothing else has: under any fixed one there could be somebody's file.
+    # The temporary name is random: under a fixed name there could be a file of the user's.
     fresh = note.with_name(f"{note.name}.{secrets.token_hex(8)}")
     try:
         try:

@@ -1,7 +1,7 @@
-"""The first pass: the whole file is checked before anything is submitted.
+"""The first pass over an input: checks the whole file before anything is submitted.
 
-A fault of a line's frame (no JSON, no custom id or one used before, another URL or model) is a fault of the file, as
-with OpenAI. A body that asks for what cannot be done is not: that line is answered with its error, and the others run.
+An error in the frame of a line (not JSON, a missing or repeated custom id, a second URL or model) is an error of the
+whole file, as with OpenAI. An error in a body is not: that request gets an error line, and the other requests run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Bad(Exception):
 
 
 class Validator:
-    """One pass over one file; holds what its lines must have in common."""
+    """Checks one file in one pass; holds the URL and the model that all lines must share."""
 
     def __init__(self, source: Source, stop: threading.Event) -> None:
         self._source, self._stop = source, stop
@@ -42,11 +42,11 @@ class Validator:
         self._count = 0
 
     def index(self) -> Index:
-        """The file's lines.
+        """Check the file and return the index of its lines.
 
         Raises:
-            BatchInvalid: with the file's faults.
-            BatchStopped: told to.
+            BatchInvalid: the file has errors.
+            BatchStopped: `stop` was set.
         """
         index = Index()
         try:
@@ -54,7 +54,7 @@ class Validator:
             while chunk := list(islice(rows, _CHUNK)):
                 index.add(chunk)
                 if self._stop.is_set():
-                    raise BatchStopped("stopped while the input was checked; nothing was submitted")
+                    raise BatchStopped("Stopped while the input was checked; nothing submitted.")
             index.seal()
             self._check_ids(index)
             if self._count == 0 and index.total == 0:
@@ -102,7 +102,7 @@ class Validator:
         if self._url is None:
             self._url = url
         if url != self._url:
-            raise _Bad("url_mismatch", f"url is {url}, in the lines before it is {self._url}")
+            raise _Bad("url_mismatch", f"url is {url}, in earlier lines {self._url}; a file has one url")
         if model is None:
             return
         if not isinstance(model, str):
@@ -111,7 +111,8 @@ class Validator:
             self._model = model
         if model != self._model:
             raise _Bad(
-                "model_mismatch", f"model is {clean(model, 64)!r}, in the lines before it is {clean(self._model, 64)!r}"
+                "model_mismatch",
+                f"model is {clean(model, 64)!r}, in earlier lines {clean(self._model, 64)!r}; a file has one model",
             )
 
     def _check_ids(self, index: Index) -> None:
@@ -119,7 +120,10 @@ class Validator:
             self._note(number, "duplicate_custom_id", f"line {first} has the same custom_id", extra=True)
 
     def _note(self, number: int | None, code: str, message: str, extra: bool = False) -> None:
-        """Lines come in order, so the first faults are the ones to keep; `extra` ones come in an order of their own."""
+        """Count a fault, and keep it if it may belong to the first `SHOWN_FAULTS` of the file.
+
+        Faults are noted in the order of lines, except `extra` faults, which are noted at the end.
+        """
         self._count += 1
         if len(self._faults) < (2 if extra else 1) * SHOWN_FAULTS:
             self._faults.append(Fault(number, code, message))
@@ -130,11 +134,11 @@ def _place(fault: Fault) -> int:
 
 
 def parse_line(data: bytes) -> dict[str, Any]:
-    """A line as an object; raises `_Bad` for anything else."""
+    """Parse a line that must be a JSON object; raises `_Bad` for anything else."""
     try:
         line = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise _Bad("invalid_json_line", f"no JSON: {clean(error.msg, 120)} at character {error.pos}") from None
+        raise _Bad("invalid_json_line", f"not JSON: {clean(error.msg, 120)} at character {error.pos}") from None
     if not isinstance(line, dict):
         raise _Bad("invalid_json_line", "must be an object")
     return line

@@ -1,1 +1,1 @@
-"""The `tokenmill` command: one module a group of commands; those of the worker are imported when they are called."""
+"""The `tokenmill` command: one module for each group of commands; those of the worker are imported when called."""

@@ -1,4 +1,4 @@
-"""How a run is shown: a bar on a terminal, now and then a line anywhere else. Both on stderr."""
+"""Shows the progress of a batch run on stderr: a bar on a terminal, a line every ten seconds anywhere else."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from rich.console import Console
 from tokenmill.batch.report import OnProgress, Progress
 
 LINE_S = 10.0
-"""Between two plain lines."""
+"""Time between two plain lines."""
 SILENCE_S = 60.0
-"""After so long without an answer the reader is told what may be missing."""
+"""After so long without a finished request a note says what may be missing."""
 
 
 class Rate:
-    """Requests a second of this run, without what earlier ones had done, and the time that is left at it."""
+    """Measures the requests per second of this run, and estimates the time left. Lines of earlier runs don't count."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
 
     def of(self, now: Progress) -> tuple[float, float | None]:
-        """(a second, seconds left); None while nothing was done."""
+        """Return (requests per second, seconds left); the latter is None while no request has finished."""
         rate = (now.done - now.resumed) / max(1e-3, time.monotonic() - self._start)
         return rate, (now.total - now.done) / rate if rate else None
 
 
 class Silence:
-    """Notices when nothing comes."""
+    """Notices when no request finishes for `SILENCE_S`."""
 
     def __init__(self, queue: str) -> None:
         self._queue = queue
         self._done, self._since = -1, time.monotonic()
 
     def note(self, now: Progress) -> str | None:
-        """Something to say, once a silence."""
+        """Return a note for the user, once for each such period; None otherwise."""
         if now.done != self._done:
             self._done, self._since = now.done, time.monotonic()
         elif time.monotonic() - self._since > SILENCE_S:
             self._since = float("inf")
-            return f"no answer for {SILENCE_S:g} s; is there a worker on queue {self._queue}? see `tokenmill info`"
+            return f"no result for {SILENCE_S:g} s; is there a worker on queue {self._queue}? See `tokenmill info`."
         return None
 
 
 @contextmanager
 def shown(queue: str) -> Iterator[OnProgress]:
-    """What to give to `run` as `progress`."""
+    """Yield the function to pass to `tokenmill.batch.run` as `progress`."""
     rate, silence = Rate(), Silence(queue)
     if not sys.stderr.isatty():
         yield _Lines(rate, silence)
@@ -101,7 +101,7 @@ class _Lines:
 
 
 def clock(seconds: float | None) -> str:
-    """`1:02:03`; `?` for what is not known."""
+    """Return a duration as `1:02:03`; `?` for None."""
     if seconds is None:
         return "?"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,17 +1,19 @@
-"""What the commands have in common: exit statuses, options, and a client whose errors become exit statuses."""
+"""What all commands share: exit statuses, options, and a client whose errors become exit statuses."""
 
 from __future__ import annotations
 
 import enum
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from redis.exceptions import AuthenticationError, RedisError
 
+import tokenmill
 from tokenmill.cli.interrupt import INTERRUPTED, interruptible
 from tokenmill.client.core import JobLost
 from tokenmill.client.sync import Client
@@ -24,20 +26,20 @@ from tokenmill.protocol.url import check_url
 
 
 class Exit(enum.IntEnum):
-    """Exit statuses of the producer's commands."""
+    """Exit statuses of the commands that use a queue; the worker has its own, `worker.ops.exits.Exit`."""
 
     SUCCEEDED = 0
     FAILED = 1
     """The job failed, or Redis lost it."""
     USAGE = 2
-    """Wrong arguments, or a request that a worker would refuse."""
+    """The arguments are wrong, or a worker would refuse the request."""
     CANCELLED = 3
     EXPIRED = 4
-    """The job's time ran out, or `--timeout` did."""
+    """The job's `ttl` or the command's `--timeout` is over."""
     UNAVAILABLE = 5
-    """Redis cannot be reached, or the queue is full."""
+    """Redis cannot be reached, or the queue has no room."""
     INTERRUPTED = INTERRUPTED
-    """Ctrl-C, or nobody reads the text any more; `submit` cancels its job first."""
+    """Ctrl-C, or the reader of the command's output has ended; `submit` cancels its job first."""
 
 
 EPILOG = (
@@ -47,13 +49,14 @@ EPILOG = (
 
 
 def end(status: Exit, note: str | None = None) -> NoReturn:
+    """End the command with an exit status, after printing `note` on stderr."""
     if note is not None:
         print(note, file=sys.stderr)
     raise typer.Exit(int(status))
 
 
 def called(context: Any, parameter: Any) -> str:
-    """How a parameter was given: its variable where it came from the environment, else its option."""
+    """Return how a parameter was given: the name of its environment variable, or of its option."""
     source = context.get_parameter_source(parameter.name)
     if source is not None and source.name == "ENVIRONMENT":
         return str(parameter.envvar)
@@ -61,7 +64,7 @@ def called(context: Any, parameter: Any) -> str:
 
 
 def checked(check: Callable[[str], str]) -> Callable[[typer.Context, typer.CallbackParam, str | None], str | None]:
-    """A callback that ends a command with one line where `check` raises `ValueError`, before anything is done."""
+    """Return a callback of a parameter that ends the command with one line, before it starts, if `check` raises."""
 
     def callback(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
         try:
@@ -79,29 +82,46 @@ def _name(text: str) -> str:
 
 
 Url = Annotated[str, typer.Option("--redis", envvar="TOKENMILL_REDIS", help="Redis URL.", callback=checked(check_url))]
-Queue = Annotated[str, typer.Option("--queue", envvar="TOKENMILL_QUEUE", help="Queue name.", callback=checked(_name))]
+Queue = Annotated[
+    str, typer.Option("--queue", envvar="TOKENMILL_QUEUE", help="Name of the queue.", callback=checked(_name))
+]
 Prefix = Annotated[
     str,
-    typer.Option("--prefix", envvar="TOKENMILL_PREFIX", help="What every key starts with.", callback=checked(_name)),
+    typer.Option("--prefix", envvar="TOKENMILL_PREFIX", help="Prefix of every Redis key.", callback=checked(_name)),
 ]
 
 
 def warn_of_variables(environ: Mapping[str, str], known: Collection[str] | None = None) -> None:
-    """Print on stderr which variables look like settings of tokenmill and are none; `known`: all that are settings."""
-    if known is None:
-        known = COMMANDS | CLERK
-        if any(name.startswith("TOKEN") for name in set(environ) - known):  # they may be the worker's, to be imported
-            with suppress(ModuleNotFoundError):
-                known |= importlib.import_module("worker.settings").VARIABLES
-    for note in misspelt(environ, known):
+    """Print on stderr which environment variables look like misspelt settings.
+
+    Args:
+        known: names of all settings; None: of the commands, the clerk and, where it can be imported, the worker.
+    """
+    notes = list(misspelt(environ, COMMANDS | CLERK if known is None else known))
+    if notes and known is None:  # some may be settings of the worker, whose names take a while to import
+        notes = list(misspelt(environ, COMMANDS | CLERK | _variables_of_the_worker()))
+    for note in notes:
         print(note, file=sys.stderr)
+
+
+def _variables_of_the_worker() -> frozenset[str]:
+    """Return the names of the worker's settings; none if they cannot be imported, or `worker` is a service's module."""
+    try:
+        spec = importlib.util.find_spec("worker")
+    except ValueError:  # a module without a spec was put into `sys.modules`
+        spec = None
+    if spec is None or spec.origin != str(Path(tokenmill.__file__).parents[1] / "worker" / "__init__.py"):
+        return frozenset()
+    with suppress(ModuleNotFoundError):  # a package of an extra is missing
+        return frozenset(importlib.import_module("worker.settings").VARIABLES)
+    return frozenset()
 
 
 @contextmanager
 def connected(url: str, queue: str, prefix: str) -> Iterator[Client]:
-    """A client for the length of a command, whose errors become exit statuses.
+    """Connect a client for a command, and turn errors within the block into exit statuses.
 
-    A Redis that cannot be reached at first is told at once; one that goes away later is waited for.
+    If Redis cannot be reached at the start the command ends at once; if it goes away later the command waits for it.
     """
     try:
         with interruptible(), Client(url, queue, prefix=prefix, fail_fast=True) as client:
@@ -110,7 +130,7 @@ def connected(url: str, queue: str, prefix: str) -> Iterator[Client]:
         away = isinstance(late.__cause__, RedisError)
         end(Exit.UNAVAILABLE if away else Exit.EXPIRED, str(late))
     except RedisError as error:
-        end(Exit.UNAVAILABLE, f"Redis at {redact(url)}: {_told(error, url)}")
+        end(Exit.UNAVAILABLE, f"Redis at {redact(url)}: {_advice(error, url)}")
     except JobLost as error:
         end(Exit.FAILED, str(error))
     except JobExists as error:
@@ -125,13 +145,14 @@ def connected(url: str, queue: str, prefix: str) -> Iterator[Client]:
         end(Exit.INTERRUPTED)
 
 
-def _told(error: RedisError, url: str) -> str:
-    """An error of Redis, and for those that a first try meets what to do."""
+def _advice(error: RedisError, url: str) -> str:
+    """Return the text of a Redis error, with what to do for errors that a first try meets."""
     text = str(error)
-    # Without a login Redis drops who sends what is long, such as a script, rather than say "Authentication required".
+    # A client that has not logged in and sends a long command, such as a script, is disconnected by Redis instead of
+    # getting "Authentication required".
     cut_off = "unauthenticated" in text or "closed" in text
     if "Authentication required" in text or (cut_off and _wants_login(url)):
-        return "it wants a login: --redis redis://USER:PASSWORD@HOST:PORT/0"
+        return "it wants a login; use --redis redis://USER:PASSWORD@HOST:PORT/0"
     if "refused" in text:
         return f"{text.rstrip('.')}; start one there, or name another with --redis"
     return text
@@ -144,5 +165,5 @@ def _wants_login(url: str) -> bool:
     except AuthenticationError:
         return True
     except RedisError:
-        return False  # it is the first error that is told
+        return False  # the first error is reported, not this one
     return False

@@ -1,14 +1,14 @@
 """Ctrl-C in the commands, from the first import to the last.
 
-A command begins with `guard`: as long as there is nothing to be undone, the process ends at once, with the status of a
-Ctrl-C and without a traceback, whatever is being imported. `interruptible` makes Ctrl-C a `KeyboardInterrupt` again,
-for as long as there is. A process that was started with SIGINT ignored, as shells start what a script puts into the
-background, goes on ignoring it; only what installs a handler of its own (the worker, `batch run`) ends in order.
+A command begins with `guard`: from then on Ctrl-C ends the process at once, with status 130 and without a traceback,
+whatever is being imported. While there is work to undo, `interruptible` makes Ctrl-C a `KeyboardInterrupt` again. A
+process that was started with SIGINT ignored, as shells start background processes of scripts, goes on ignoring it;
+only commands that install a handler of their own (the worker, `batch run`) shut down gracefully.
 """
 
 from __future__ import annotations
 
-import _signal as signal  # type: ignore[import-not-found]  # `signal` itself imports more, for longer than a Ctrl-C takes
+import _signal as signal  # type: ignore[import-not-found]  # `signal` imports more, during which Ctrl-C is not handled
 import os
 
 TYPE_CHECKING = False  # as typing's
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
 INTERRUPTED = 130
-"""128 + SIGINT, as shells say it."""
+"""128 + SIGINT, the exit status that shells use."""
 
 
 def _leave(_number: int, _frame: FrameType | None) -> None:
@@ -24,13 +24,13 @@ def _leave(_number: int, _frame: FrameType | None) -> None:
 
 
 def guard() -> None:
-    """End the process at once on Ctrl-C, unless it is ignored or somebody handles it. On the main thread only."""
+    """Make Ctrl-C end the process at once, unless SIGINT is ignored or has a handler. On the main thread only."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
 
 class interruptible:
-    """Raise `KeyboardInterrupt` within the block on Ctrl-C, where `guard` would end the process."""
+    """Make Ctrl-C raise `KeyboardInterrupt` within the block, instead of ending the process as `guard` does."""
 
     def __enter__(self) -> None:
         self._guarded = signal.getsignal(signal.SIGINT) is _leave

@@ -1,7 +1,7 @@
-"""Where the packages beside `tokenmill` are imported from, in the processes of the `tokenmill` command.
+"""Import this project's `producer`, `worker`, `engine` and `kernels`, not a service's files of the same names.
 
-The names `producer`, `worker`, `engine` and `kernels` are common. In a service's folder that has files of these names,
-`python -m tokenmill` and `PYTHONPATH=.` put that folder before the one that holds our packages.
+These names are common. In a folder that has files of these names, `python -m tokenmill` and `PYTHONPATH=.` put that
+folder before the one that holds this project's packages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FOLDER = str(Path(tokenmill.__file__).parents[1])
 
 
 class _Beside(MetaPathFinder):
-    """Finds the packages of `NAMES` in the folder that holds `tokenmill`, and no other module."""
+    """Finds only the packages of `NAMES`, in the folder that holds `tokenmill`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -29,9 +29,9 @@ class _Beside(MetaPathFinder):
 
 
 def prefer_ours() -> None:
-    """Have `producer`, `worker`, `engine` and `kernels` found in the folder that holds `tokenmill`, before `sys.path`.
+    """Make imports look for the packages of `NAMES` in the folder that holds `tokenmill`, before `sys.path`.
 
-    Only for processes of the command: a service that imports `tokenmill` keeps its own modules of these names.
+    Only for processes of the `tokenmill` command: a service that imports `tokenmill` keeps its own modules.
     """
     if not any(isinstance(finder, _Beside) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Beside())

@@ -1,4 +1,4 @@
-"""Groups of jobs, without I/O: their progress, the members that have ended, and the unfinished ones.
+"""Groups of jobs, without I/O: their counts, the members that have ended, and the cancel of unfinished members.
 
 A group lives in the keys `group:<gid>` and `group-out:<gid>` of docs/protocol.md.
 """
@@ -18,9 +18,9 @@ from tokenmill.protocol.replies import CancelReply
 from tokenmill.protocol.result import Result, Status
 
 RESULTS_AT_ONCE: Final = 32
-"""Results fetched in one round trip; each may be as large as a megabyte."""
+"""Maximum number of results of one round trip; a result may be as large as a megabyte."""
 PAGE: Final = 1000
-"""Ids looked at, and jobs cancelled, in one round trip."""
+"""Maximum number of ids looked at, or jobs cancelled, in one round trip."""
 
 
 class GroupLost(TokenmillError):
@@ -40,9 +40,9 @@ class Progress:
     """The counts of a group's jobs."""
 
     expected: int | None = None
-    """How many jobs the producer has announced; None: not said."""
+    """How many jobs the producer has announced; None: it has not announced a number."""
     total: int = 0
-    """Jobs that the queue has taken so far; delayed jobs count from when they join their lane."""
+    """Jobs that the queue has taken so far; a delayed job counts from when it joins its lane."""
     succeeded: int = 0
     failed: int = 0
     cancelled: int = 0
@@ -50,12 +50,12 @@ class Progress:
 
     @property
     def finished(self) -> int:
-        """Jobs that have ended, however they ended."""
+        """Number of jobs that have ended, with any status."""
         return self.succeeded + self.failed + self.cancelled + self.expired
 
     @property
     def complete(self) -> bool:
-        """True where `expected` is set and as many jobs have ended."""
+        """True if `expected` is set and at least as many jobs have ended."""
         return self.expected is not None and self.finished >= self.expected
 
 
@@ -63,7 +63,7 @@ class Finished(NamedTuple):
     """A member of a group that has ended."""
 
     entry: str
-    """Its position in the group's stream; pass it as `after` to go on from here."""
+    """The member's position in the group's stream; pass it as `after` to continue behind it."""
     id: str
     """The job's id."""
     status: Status
@@ -74,14 +74,14 @@ class GroupResult(Result):
     """The result of a member of a group."""
 
     entry: str = ""
-    """Its position in the group's stream; pass it as `after` to go on from here."""
+    """The member's position in the group's stream; pass it as `after` to continue behind it."""
 
 
 def check_expected(jobs: int) -> int:
-    """Return `jobs`.
+    """Return `jobs` if it is a whole number of at least 0.
 
     Raises:
-        ValueError: it is not a whole number of at least 0.
+        ValueError: it is not.
     """
     if isinstance(jobs, bool) or not isinstance(jobs, int) or not 0 <= jobs < 1 << 53:
         raise ValueError("expected: must be a whole number, at least 0")
@@ -112,36 +112,41 @@ def _number(value: bytes) -> int | None:
 
 
 class Following:
-    """Iterates over the members of a group that have ended, in the order of their ends."""
+    """Yields the members of a group that have ended, in the order of their ends."""
 
     def __init__(self, keys: Keys, group: str, after: str, timeout: float | None, block_ms: int) -> None:
-        """`timeout`: seconds without a further end; `after`: the last entry that was seen."""
+        """Start behind an entry of the group's stream.
+
+        Args:
+            after: the entry of the last member that was seen; `0`: the beginning.
+            timeout: seconds without a further end of a member; None: a day.
+        """
         self.keys, self.group, self.timeout, self.block_ms = keys, group, timeout, block_ms
         self._last = after
         self._deadline = Deadline.after(f"group {group}: no job ended", timeout)
         self._seen = after not in ("0", "0-0")
-        """Redis has known the group."""
+        """Whether Redis has known the group, so that a group without counts is lost."""
 
     def finished(self) -> Steps[Finished]:
         """Yield each member that has ended, until the group is complete.
 
         Raises:
-            TimeoutError: no member ended within the time-out.
+            TimeoutError: no member ended for `timeout` seconds.
             GroupLost: Redis no longer knows the group.
         """
         complete, block = False, None
         while True:
             found = yield from self._read(block)
             block = None
-            for one in found:
-                yield Emit(one)
+            for member in found:
+                yield Emit(member)
             if found:
                 self._again()
             elif complete:
                 return
             else:
                 complete = yield from self._complete()
-                # Counts and entries are written together: with all counted, the entries are there to be read.
+                # Counts and entries are written together: once all members are counted, the stream is complete.
                 block = None if complete else self._deadline.block_ms(self.block_ms)
 
     def results(self) -> Steps[GroupResult]:
@@ -149,7 +154,7 @@ class Following:
 
         Raises:
             TimeoutError, GroupLost: as `finished`.
-            JobLost: a result has expired, or was deleted.
+            JobLost: the result of a member has expired or was deleted.
         """
         waiting: list[Finished] = []
         steps, reply = self.finished(), None
@@ -169,12 +174,12 @@ class Following:
 
     def _fetch(self, members: list[Finished]) -> Steps[GroupResult]:
         for at in range(0, len(members), RESULTS_AT_ONCE):
-            some = members[at : at + RESULTS_AT_ONCE]
-            replies = yield Get([self.keys.result(one.id) for one in some], self._deadline)
-            for one, raw in zip(some, replies, strict=True):
+            page = members[at : at + RESULTS_AT_ONCE]
+            replies = yield Get([self.keys.result(member.id) for member in page], self._deadline)
+            for member, raw in zip(page, replies, strict=True):
                 if raw is None:
-                    raise JobLost(one.id, self.keys.queue)
-                yield Emit(extended(GroupResult, Result.from_json(raw), entry=one.entry))
+                    raise JobLost(member.id, self.keys.queue)
+                yield Emit(extended(GroupResult, Result.from_json(raw), entry=member.entry))
                 self._again()
 
     def _again(self) -> None:
@@ -202,16 +207,16 @@ class Following:
 def cancel_group_steps(
     keys: Keys, group: str, reason: str, ttl: int, deadline: Deadline
 ) -> Once[dict[str, CancelReply]]:
-    """Cancel the unfinished members that Redis knows: those that were enqueued by a client, delayed or started."""
+    """Cancel the unfinished members that Redis knows: jobs that a client submitted, and delayed or started jobs."""
     members: dict[str, None] = {}
     for index, hash_of in ((keys.open, keys.job), (keys.delayed, keys.delayed_job)):
         for page in _pages((yield from _all_ids(index, deadline))):
-            replies = yield Ask([("HGET", hash_of(one), "group") for one in page], deadline, BRIEF_S)
-            members |= {one: None for one, found in zip(page, replies, strict=True) if found == group.encode()}
+            replies = yield Ask([("HGET", hash_of(id), "group") for id in page], deadline, BRIEF_S)
+            members |= {id: None for id, found in zip(page, replies, strict=True) if found == group.encode()}
     done: dict[str, CancelReply] = {}
     for page in _pages(list(members)):
-        replies = yield Run([cancel_call(keys, one, reason, ttl) for one in page], deadline, BRIEF_S)
-        done |= {one: cancel_reply(reply) for one, reply in zip(page, replies, strict=True)}
+        replies = yield Run([cancel_call(keys, id, reason, ttl) for id in page], deadline, BRIEF_S)
+        done |= {id: cancel_reply(reply) for id, reply in zip(page, replies, strict=True)}
     return done
 
 
@@ -220,9 +225,9 @@ def _pages(ids: list[str]) -> Iterator[list[str]]:
 
 
 def _all_ids(index: str, deadline: Deadline) -> Once[list[str]]:
-    """Read all ids of a sorted set, a page at a time.
+    """Read all ids of a sorted set in pages.
 
-    A page starts at the last score of the page before. Members that move to a higher score meanwhile are read twice.
+    Each page starts at the last score of the previous page. A member whose score rises meanwhile is read twice.
     """
     found: dict[str, None] = {}
     low, skip = "-inf", 0
@@ -230,7 +235,7 @@ def _all_ids(index: str, deadline: Deadline) -> Once[list[str]]:
         asked: tuple[Any, ...] = ("ZRANGEBYSCORE", index, low, "+inf", "WITHSCORES", "LIMIT", skip, PAGE)
         page = (yield Ask([asked], deadline, BRIEF_S))[0]
         flat = [item for pair in page for item in pair] if page and isinstance(page[0], tuple | list) else page
-        members, scores = [one.decode() for one in flat[::2]], [float(one) for one in flat[1::2]]
+        members, scores = [member.decode() for member in flat[::2]], [float(score) for score in flat[1::2]]
         found |= dict.fromkeys(members)
         if len(members) < PAGE:
             return list(found)

@@ -1,4 +1,4 @@
-"""Keyword arguments of `submit`, `map` and `Group.submit`, typed so that type checkers and editors know their names."""
+"""Types of the keyword arguments of `submit`, `map` and `Group.submit`, for type checkers and editors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, TypedDict
 
 
 class RequestParams(TypedDict, total=False):
-    """Keys of a job's body beside `prompt`, `messages` and `stream`; docs/protocol.md says what each does.
+    """Keys of a job's body, except `prompt`, `messages` and `stream`; docs/protocol.md explains each.
 
-    None means absent. A test compares the names with those of `tokenmill.protocol.body.Body`.
+    None means absent. A test compares the names with the fields of `tokenmill.protocol.body.Body`.
     """
 
     tools: Sequence[Mapping[str, Any]] | None
@@ -48,7 +48,7 @@ class RequestParams(TypedDict, total=False):
 
 
 class JobOptions(RequestParams, total=False):
-    """What `map` and `Group.submit` hand on to `submit` for each job; see there."""
+    """Arguments that `map` and `Group.submit` pass to `Client.submit` for each job; documented there."""
 
     priority: str
     ttl: float | None
@@ -62,7 +62,7 @@ class JobOptions(RequestParams, total=False):
 
 
 class MapOptions(JobOptions, total=False):
-    """Keyword arguments of `map` that hold for every prompt."""
+    """Keyword arguments of `map` that apply to every prompt."""
 
     group: str | None
 

@@ -1,9 +1,9 @@
-"""How long a call waits, and when it tries again: the one rule of both clients. No I/O here.
+"""When a command of a client is retried, and for how long. No I/O here.
 
-A command that fails with an error that passes by itself is tried again until the call's time-out. A call without one
-gives up where Redis stayed away for `OUTAGE_S`, counted from the command's first failure: what was waited for before
-does not count. All commands may be repeated: reads change nothing, a repeated enqueue is known by its nonce, and a
-repeated cancel finds the job ended.
+A command that fails with a retryable error is tried again until the call's time-out. A call without a time-out gives up
+once Redis has been away for `OUTAGE_S`, counted from the first failure of the command: time that the call waited before
+does not count. All commands are idempotent: reads change nothing, the script knows a repeated enqueue by its nonce, and
+a repeated cancel finds the job ended.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from tokenmill.protocol.keys import RESULT_TTL_S
 log = logging.getLogger(__name__)
 
 OUTAGE_S: Final = 300.0
-"""How long a wait without a time-out of its own outlives a Redis that is away."""
+"""How long a wait without a time-out tolerates an outage of Redis."""
 BRIEF_S: Final = 30.0
-"""The same for what asks once, such as a cancel, and for a client that has never reached its Redis."""
+"""The same for a single question, such as a cancel, and for a client that has never reached its Redis."""
 AT_ONCE_S: Final = 3.0
-"""The same for a submit that is not to wait."""
+"""The same for a `submit` without `wait`."""
 LEAST_S: Final = 1.0
-"""What is asked of Redis may take so long however short the time-out is, the connecting too: 0 is to ask once."""
+"""Minimum time for one try, connecting included: with a time-out of 0 Redis is asked once."""
 MARGIN_S: Final = 0.5
-"""A blocking read ends with the time-out; its reply may come so much later."""
+"""How much later than the time-out the reply of a blocking read may come."""
 QUIET_S: Final = 1.0
-"""A shorter outage is not worth a line in the log."""
+"""A shorter outage is not logged."""
 
 
 def backoff() -> Generator[float, None, None]:
-    """Seconds to wait between tries: doubling up to one."""
+    """Yield the seconds to wait between tries: doubling, at most 1."""
     pause = 0.02
     while True:
         yield pause
@@ -46,24 +46,26 @@ def backoff() -> Generator[float, None, None]:
 
 
 class WaitTimeout(TokenmillError, TimeoutError):
-    """A call's `timeout` is over; `__cause__` is the last error of Redis, if there was one."""
+    """The `timeout` of a call is over; `__cause__` is the last error of Redis, if there was an error."""
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """When a call ends; without a time-out it ends when the job's result would have expired."""
+    """When a call ends; without a time-out, after the default lifetime of a result."""
 
     what: str
-    """What is awaited, for the message: `job 7f3a: not finished`."""
+    """The beginning of the error's message, such as `job 7f3a: not finished`."""
     timeout: float | None
+    """Seconds, as the caller passed it."""
     end: float
+    """Moment of `time.monotonic()`."""
 
     @classmethod
     def after(cls, what: str, timeout: float | None) -> Deadline:
         """Return the deadline of a call that begins now. An infinite `timeout` outlives every outage.
 
         Raises:
-            ValueError: `timeout` is no number.
+            ValueError: `timeout` is NaN.
         """
         if timeout is not None and math.isnan(timeout):
             raise ValueError("timeout: must be a number of seconds, or None")
@@ -71,14 +73,14 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds, at least 0."""
+        """Seconds that are left, at least 0."""
         return max(0.0, self.end - time.monotonic())
 
     def block_ms(self, most: int) -> int:
-        """How long the next read may block.
+        """Return how many milliseconds the next read may block, at most `most`.
 
         Raises:
-            TimeoutError: the time is up.
+            TimeoutError: the deadline is over.
         """
         left = self.left
         if left <= 0:
@@ -86,7 +88,7 @@ class Deadline:
         return max(1, int(min(most, left * 1000 + 1)))
 
     def missed(self, error: Exception | None = None) -> TimeoutError:
-        """The error of a call whose time is up; `error`: why nothing was heard until then."""
+        """Return the error of a call whose deadline is over; `error`: the last error of Redis."""
         seconds = RESULT_TTL_S if self.timeout is None else self.timeout
         reason = "" if error is None else f"; the last error: {error}"
         return WaitTimeout(f"{self.what} within {seconds:g} s{reason}")
@@ -96,18 +98,18 @@ class Line:
     """What a client knows of its Redis.
 
     Args:
-        fail_fast: raise at once where Redis cannot be reached at first, rather than wait for it.
+        fail_fast: raise at once if Redis cannot be reached by the client's first command, instead of waiting for it.
     """
 
     def __init__(self, fail_fast: bool = False) -> None:
         self.fail_fast = fail_fast
         self.reached = False
-        """It has answered once."""
+        """Redis has answered at least once."""
         self.noted = False
-        """That it is away was logged."""
+        """The present outage was logged."""
 
     def works(self) -> None:
-        """It has answered."""
+        """Note that Redis has answered."""
         self.reached, self.noted = True, False
 
 
@@ -115,7 +117,8 @@ class Tries:
     """The tries of one command.
 
     Args:
-        deadline: of the call; where that has no time-out, `outage_s` counts.
+        deadline: deadline of the call; if it has no time-out, `outage_s` limits the tries.
+        outage_s: seconds from the first failure after which the last error is raised.
     """
 
     def __init__(self, line: Line, deadline: Deadline | None, outage_s: float) -> None:
@@ -126,17 +129,17 @@ class Tries:
 
     @property
     def ends_by(self) -> float | None:
-        """The `time.monotonic()` moment at which the next try is given up; None: at the usual time-outs."""
+        """Moment of `time.monotonic()` at which the next try is given up; None: at the usual time-outs."""
         if self._deadline is None:
             return None
         return time.monotonic() + max(LEAST_S, self._deadline.left + MARGIN_S)
 
     def pause(self, error: RedisError) -> float:
-        """Seconds to wait before the next try.
+        """Return the seconds to wait before the next try.
 
         Raises:
-            TimeoutError: the call's time is up.
-            redis.RedisError: `error`: another try cannot help, or Redis has been away for too long.
+            TimeoutError: the call's deadline is over.
+            redis.RedisError: `error` itself: it is not retryable, or Redis has been away for too long.
         """
         now, pause, line = time.monotonic(), next(self._pauses), self._line
         if answered(error):

@@ -1,10 +1,10 @@
 """The JSON body of a job, OpenAI-shaped and strict.
 
     parse_body(raw: bytes, max_bytes: int = MAX_BODY_BYTES) -> Body     # raises JobError
-    encode_body(params: Mapping[str, Any]) -> bytes                     # a producer's side, checked by the same rules
+    encode_body(params: Mapping[str, Any]) -> bytes                     # for producers; checked by the same rules
 
-Absent and null are the same, in nested objects too; only inside what users define (`_FREE`) null is a value. `Body`
-holds what was asked; defaults come from the model later: an absent value is None.
+Null is the same as absent, in nested objects too; only inside values that users define (`_FREE`) null is a value.
+`Body` holds the parameters that were sent; the worker fills in the model's defaults later.
 Derived readings: `Body.output_limit`, `.stops`, `.bias`, `.top_logprobs_count`, `.structure`, `.chat`.
 
 A field's description completes the sentence "<key>: must be …" that its sender reads when the value is wrong.
@@ -14,191 +14,89 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
+from tokenmill.protocol.body_fields import (
+    MAX_BIAS,
+    MAX_ID,
+    MAX_REPETITION,
+    OPERATORS,
+    FirstError,
+    Json,
+    Message,
+    ResponseFormat,
+    Strict,
+    StructuredOutputs,
+    TokenIds,
+    check_bias,
+    check_stop,
+    integer,
+    invalid,
+    number,
+)
 from tokenmill.protocol.errors import ErrorCode, JobError, clean
 from tokenmill.protocol.keys import MAX_BODY_BYTES
 
 MAX_DEPTH: Final = 64
-"""Nesting of objects and lists; templates and schema compilers recurse over what we let through."""
-MAX_BIAS: Final = 1024
-MAX_REPETITION: Final = 1e6
-"""Bound of a repetition penalty, and of its inverse: fp32 holds what it makes of any logit."""
-_TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")
-_MAX_ID = 2**31 - 1
-
+"""Maximum nesting of objects and lists; chat templates and schema compilers recurse over a body."""
 _FREE = frozenset({"arguments", "parameters", "schema", "json", "metadata"})
-"""Keys whose values users define: null in a schema or in an argument is a value, not an absent one."""
-OPERATORS: Final = frozenset(
-    {"chat_template", "tokenize", "tokenizer", "conversation", "messages", "tools", "return_dict", "return_tensors"}
-    | {"padding", "truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask", "documents"}
-    | {"add_generation_prompt", "continue_final_message", "sanitize_control_tokens"}
-)
-"""Arguments of the template machinery that a job must not reach through `chat_template_kwargs`."""
-
-Json = dict[str, Any]
+"""Keys whose values users define: null in a schema or in an argument is a value, and is kept."""
 
 
-class _First(FailFast):
-    """Stop at a list's first fault: a million wrong items make one error. Hashable, so that unions can hold it."""
-
-    def __hash__(self) -> int:
-        return hash(_First)
-
-
-TokenId = Annotated[int, Field(ge=0, le=_MAX_ID)]
-TokenIds = Annotated[list[TokenId], _First()]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
-
-
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class Message(_Strict):
-    """One message of a chat; the model's template decides which roles it knows."""
-
-    role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | Annotated[list[TextPart], _First()] | None = None
-    name: str | None = None
-    tool_calls: Annotated[list[Json], _First()] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    annotations: Annotated[list[Json] | None, _First()] = None
-    """Of an answer of OpenAI's that is sent back; no template reads them."""
-
-    @model_validator(mode="after")
-    def _says_something(self) -> Message:
-        if self.content is None and not self.tool_calls:
-            raise _wrong("messages: must have content, each; only one with tool_calls may do without")
-        return self
-
-
-class JsonSchema(_Strict):
-    name: str | None = None
-    description: str | None = None
-    schema_: Annotated[Json | None, Field(alias="schema")] = None
-    strict: bool | None = None
-
-
-class ResponseFormat(_Strict):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _complete(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise _wrong("response_format: json_schema goes with type json_schema, and only with it")
-        if self.json_schema is not None and self.json_schema.schema_ is None:
-            raise _wrong("response_format.json_schema: schema is missing")
-        return self
-
-
-class StructuredOutputs(_Strict):
-    json_: Annotated[Json | str | None, Field(alias="json")] = None
-    regex: Annotated[str, Field(min_length=1)] | None = None
-    choice: Annotated[list[str], Field(min_length=1), _First()] | None = None
-    grammar: Annotated[str, Field(min_length=1)] | None = None
-
-    @model_validator(mode="after")
-    def _one(self) -> StructuredOutputs:
-        if len([kind for kind in (self.json_, self.regex, self.choice, self.grammar) if kind is not None]) != 1:
-            raise _wrong("structured_outputs: must have exactly one of json, regex, choice, grammar")
-        return self
-
-
-def _wrong(message: str) -> PydanticCustomError:
-    return PydanticCustomError("body", "{message}", {"message": message})
-
-
-def _check_stop(value: str | list[str] | None) -> str | list[str] | None:
-    if value is None:
-        return None
-    stops = [value] if isinstance(value, str) else value
-    if len(stops) > 16 or not all(1 <= len(stop) <= 256 for stop in stops):
-        raise ValueError("stop")
-    return value
-
-
-def _check_bias(value: dict[str, float] | None) -> dict[str, float] | None:
-    if value and not all(_TOKEN_KEY.fullmatch(key) and int(key) <= _MAX_ID for key in value):
-        raise ValueError("logit_bias")
-    return value
-
-
-def _number(low: float, high: float) -> Any:
-    """A number in a range, both ends included."""
-    return Field(ge=low, le=high, description=f"a number from {_plain(low)} to {_plain(high)}")
-
-
-def _plain(number: float) -> str:
-    return f"{number:f}".rstrip("0").rstrip(".")
-
-
-def _integer(low: int, high: int, note: str = "") -> Any:
-    """An integer in a range, both ends included."""
-    return Field(ge=low, le=high, description=f"an integer from {low} to {high}{note}")
-
-
-class Body(_Strict):
-    """What a job asks for. Attributes are as sent; None where absent."""
+class Body(Strict):
+    """The parameters of a job, as sent; an absent parameter is None."""
 
     prompt: Annotated[
-        str | TokenIds | None, Field(description=f"a string or a list of token ids, integers from 0 to {_MAX_ID}")
+        str | TokenIds | None, Field(description=f"a string or a list of token ids, integers from 0 to {MAX_ID}")
     ] = None
     messages: Annotated[
         list[Message] | None,
-        _First(),
+        FirstError(),
         Field(min_length=1, description="a list of messages, each with a role of 1 to 64 characters and text content"),
     ] = None
-    tools: Annotated[list[Json] | None, _First(), Field(description="a list of objects")] = None
+    tools: Annotated[list[Json] | None, FirstError(), Field(description="a list of objects")] = None
     chat_template_kwargs: Annotated[Json | None, Field(description="an object")] = None
 
-    max_tokens: Annotated[int | None, _integer(1, _MAX_ID)] = None
-    max_completion_tokens: Annotated[int | None, _integer(1, _MAX_ID)] = None
-    min_tokens: Annotated[int | None, _integer(0, _MAX_ID)] = None
-    temperature: Annotated[float | None, _number(0, 2)] = None
+    max_tokens: Annotated[int | None, integer(1, MAX_ID)] = None
+    max_completion_tokens: Annotated[int | None, integer(1, MAX_ID)] = None
+    min_tokens: Annotated[int | None, integer(0, MAX_ID)] = None
+    temperature: Annotated[float | None, number(0, 2)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1, description="a number above 0 and at most 1")] = None
-    top_k: Annotated[int | None, _integer(-1, _MAX_ID, " (0 and -1: off)")] = None
-    min_p: Annotated[float | None, _number(0, 1)] = None
-    presence_penalty: Annotated[float | None, _number(-2, 2)] = None
-    frequency_penalty: Annotated[float | None, _number(-2, 2)] = None
-    repetition_penalty: Annotated[float | None, _number(1 / MAX_REPETITION, MAX_REPETITION)] = None
+    top_k: Annotated[int | None, integer(-1, MAX_ID, " (0 and -1: off)")] = None
+    min_p: Annotated[float | None, number(0, 1)] = None
+    presence_penalty: Annotated[float | None, number(-2, 2)] = None
+    frequency_penalty: Annotated[float | None, number(-2, 2)] = None
+    repetition_penalty: Annotated[float | None, number(1 / MAX_REPETITION, MAX_REPETITION)] = None
     logit_bias: Annotated[
         dict[str, Annotated[float, Field(ge=-100, le=100)]] | None,
-        AfterValidator(_check_bias),
+        AfterValidator(check_bias),
         Field(
             max_length=MAX_BIAS,
-            description=f"an object of at most {MAX_BIAS} token ids, 0 to {_MAX_ID}, with numbers from -100 to 100",
+            description=f"an object of at most {MAX_BIAS} token ids, 0 to {MAX_ID}, with numbers from -100 to 100",
         ),
     ] = None
-    seed: Annotated[int | None, _integer(-(2**63), 2**63 - 1)] = None
-    n: Annotated[int | None, _integer(1, 64)] = None
+    seed: Annotated[int | None, integer(-(2**63), 2**63 - 1)] = None
+    n: Annotated[int | None, integer(1, 64)] = None
     stop: Annotated[
-        str | Annotated[list[str], _First()] | None,
-        AfterValidator(_check_stop),
+        str | Annotated[list[str], FirstError()] | None,
+        AfterValidator(check_stop),
         Field(description="a string or a list of at most 16, each of 1 to 256 characters"),
     ] = None
     stop_token_ids: Annotated[
-        TokenIds | None, Field(description=f"a list of token ids, integers from 0 to {_MAX_ID}")
+        TokenIds | None, Field(description=f"a list of token ids, integers from 0 to {MAX_ID}")
     ] = None
     ignore_eos: Annotated[bool | None, Field(description="true or false")] = None
 
     logprobs: Annotated[
         bool | Annotated[int, Field(ge=0, le=20)] | None, Field(description="true, false or 0 to 20")
     ] = None
-    top_logprobs: Annotated[int | None, _integer(0, 20)] = None
-    prompt_logprobs: Annotated[int | None, _integer(0, 20)] = None
+    top_logprobs: Annotated[int | None, integer(0, 20)] = None
+    prompt_logprobs: Annotated[int | None, integer(0, 20)] = None
     cache_salt: Annotated[str | None, Field(max_length=256, description="a string of at most 256 characters")] = None
     response_format: Annotated[
         ResponseFormat | None, Field(description="an object of type text, json_object or json_schema")
@@ -218,36 +116,36 @@ class Body(_Strict):
     @model_validator(mode="after")
     def _consistent(self) -> Body:
         if (self.prompt is None) == (self.messages is None):
-            raise _wrong("prompt: must be given, or messages, and not both")
+            raise invalid("prompt: must be given, or messages, and not both")
         if self.prompt is not None and not self.prompt:
-            raise _wrong("prompt: must not be empty")
+            raise invalid("prompt: must not be empty")
         for name in self.chat_template_kwargs or {}:
             if name in OPERATORS:
-                raise _wrong(f"chat_template_kwargs: {name} cannot be set by a job")
+                raise invalid(f"chat_template_kwargs: {name} cannot be set by a job")
         if self.messages is None and (self.tools is not None or self.chat_template_kwargs is not None):
             key = "tools" if self.tools is not None else "chat_template_kwargs"
-            raise _wrong(f"{key}: needs messages")
+            raise invalid(f"{key}: needs messages")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) == 2:
-            raise _wrong("max_completion_tokens: differs from max_tokens, of which it is an alias")
+            raise invalid("max_completion_tokens: differs from max_tokens, of which it is an alias")
         if self.output_limit is not None and (self.min_tokens or 0) > self.output_limit:
-            raise _wrong("min_tokens: must be at most max_tokens")
+            raise invalid("min_tokens: must be at most max_tokens")
         self._check_logprobs()
         if self.structured_outputs is not None and self.response_format and self.response_format.type != "text":
-            raise _wrong("structured_outputs: cannot be combined with response_format")
+            raise invalid("structured_outputs: cannot be combined with response_format")
         return self
 
     def _check_logprobs(self) -> None:
         if self.top_logprobs is None:
             return
         if self.logprobs is None or self.logprobs is False:
-            raise _wrong("top_logprobs: needs logprobs")
+            raise invalid("top_logprobs: needs logprobs")
         if self.logprobs is not True and self.logprobs != self.top_logprobs:
-            raise _wrong("top_logprobs: differs from the count given as logprobs")
+            raise invalid("top_logprobs: differs from the count given as logprobs")
 
     @property
     def output_limit(self) -> int | None:
-        """`max_tokens` under either name."""
+        """`max_tokens`, under either of its names."""
         return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
 
     @property
@@ -263,14 +161,17 @@ class Body(_Strict):
 
     @property
     def top_logprobs_count(self) -> int | None:
-        """How many alternatives to report beside each sampled token; None: no log-probabilities at all."""
+        """Number of alternatives to report beside each sampled token; None: report no log-probabilities."""
         if self.logprobs is None or self.logprobs is False:
             return None
         return self.top_logprobs or 0 if self.logprobs is True else self.logprobs
 
     @property
     def structure(self) -> tuple[str, Any] | None:
-        """The output's constraint: (`json_object`, None), or `json`, `regex`, `choice`, `grammar` with its value."""
+        """The output's constraint: (kind, value), or None.
+
+        Kinds: `json_object`, whose value is None, `json`, `regex`, `choice` and `grammar`.
+        """
         if self.structured_outputs is not None:
             asked = self.structured_outputs
             kinds = {"json": asked.json_, "regex": asked.regex, "choice": asked.choice, "grammar": asked.grammar}
@@ -288,19 +189,20 @@ class Body(_Strict):
             return None
         chat = []
         for message in self.messages:
-            plain = message.model_dump(exclude_none=True, exclude={"annotations"})
+            plain = message.model_dump(exclude_none=True, exclude={"annotations", "refusal"})
             if not message.tool_calls:
-                plain.pop("tool_calls", None)  # templates ask whether there are any by the key alone
+                plain.pop("tool_calls", None)  # templates test for the key alone
             if isinstance(message.content, list):
                 plain["content"] = "".join(part.text for part in message.content)
             elif message.content is None:
-                plain["content"] = ""  # beside tool calls; templates that know none of those still join it
+                # "" beside tool calls: templates that know no tool calls join it to a string.
+                plain["content"] = message.refusal or ""
             chat.append(plain)
         return chat
 
 
 def parse_body(raw: bytes, max_bytes: int = MAX_BODY_BYTES) -> Body:
-    """Read and check a body.
+    """Parse and check a body.
 
     Raises:
         JobError: `too_large` before anything is parsed, `invalid_json`, or `invalid_request` naming the key.
@@ -311,7 +213,7 @@ def parse_body(raw: bytes, max_bytes: int = MAX_BODY_BYTES) -> Body:
     if not isinstance(data, dict):
         raise JobError(ErrorCode.INVALID_REQUEST, "body: must be an object")
     data = {key: value for key, value in data.items() if value is not None}
-    # What pydantic would say too, but one fault at a time: a body of 80,000 of them must not take a second to refuse.
+    # Pydantic would report these, too, but all of them: a body with 80,000 unknown keys would take a second to refuse.
     for key in data:
         if key not in Body.model_fields:
             raise JobError(ErrorCode.INVALID_REQUEST, f"unknown key {clean(key, 64)!r}")
@@ -327,7 +229,7 @@ def parse_body(raw: bytes, max_bytes: int = MAX_BODY_BYTES) -> Body:
 
 
 def check_value(key: str, value: object) -> Any:
-    """Check one value by the rules of a key of the body, wherever it comes from.
+    """Check a value by the rules of the body's key `key`, and return it. For values that come from elsewhere.
 
     Raises:
         JobError: `invalid_request` naming the key.
@@ -344,7 +246,7 @@ def _decode(raw: bytes) -> Any:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         wrong = JobError(ErrorCode.INVALID_JSON, f"body: {clean(error.msg, 120)} at {error.pos}")
-    # NaN, Infinity and 1e400 have a key to name, so they are told apart from what is no JSON at all.
+    # NaN, Infinity and 1e400 get an error that names their key, unlike other texts that are no JSON.
     found = False
 
     def number(text: str) -> float:
@@ -384,10 +286,10 @@ def _holds_infinite(value: Any) -> bool:
 
 
 def encode_body(params: Mapping[str, Any], max_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """The JSON of `params` without the absent, checked as a worker checks it.
+    """Encode `params` as JSON, without those that are None, and check it as a worker does.
 
     Raises:
-        JobError: as `parse_body`.
+        JobError: as `parse_body`; or `invalid_request` for a value that JSON cannot hold.
     """
     present = {key: value for key, value in params.items() if value is not None}
     try:
@@ -395,7 +297,7 @@ def encode_body(params: Mapping[str, Any], max_bytes: int = MAX_BODY_BYTES) -> b
     except (TypeError, RecursionError) as error:
         raise JobError(ErrorCode.INVALID_REQUEST, f"body: {error}") from None
     for key, value in present.items():
-        # orjson wrote NaN and infinity as null, which would read as "absent".
+        # orjson writes NaN and infinity as null, which would mean absent.
         if _holds_infinite(value):
             raise _not_finite(key)
     parse_body(raw, max_bytes)
@@ -403,7 +305,7 @@ def encode_body(params: Mapping[str, Any], max_bytes: int = MAX_BODY_BYTES) -> b
 
 
 def _present(value: Any, key: str) -> Any:
-    """The value of a key without what is null in it; at most `MAX_DEPTH` levels deep."""
+    """Return the value of a key without the nulls in it. `value` is at most `MAX_DEPTH` levels deep."""
     if key in _FREE:
         return value
     if isinstance(value, dict):

@@ -1,9 +1,9 @@
-"""Callback URLs: which ones are well formed, and which ones may be called. The one check of producer, worker and clerk.
+"""Check callback URLs: whether they are well formed, and whether they may be called. For producer, worker and clerk.
 
-    parse_callback(url) -> CallbackUrl                     # raises CallbackError: not a URL that anybody would call
+    parse_callback(url) -> CallbackUrl                     # raises CallbackError: malformed or ambiguous
     AllowList.of(["hooks.example.org", "http://collector.internal:8080"]).check(url) -> Target    # raises CallbackError
 
-A job names the URL, so nothing in it is trusted, and what two parsers could read differently is refused.
+The URL comes from a job and is not trusted: a URL that two parsers could read differently is refused.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from urllib.parse import urlsplit
 LONGEST_URL: Final = 2048
 PORTS: Final = {"https": 443, "http": 80}
 _CHARACTERS = re.compile(r"[!-\[\]-~]+")
-"""Printable ASCII but the space and the backslash, which some parsers take for a slash."""
+"""Printable ASCII without the space, and without the backslash, which some parsers read as a slash."""
 _AUTHORITY = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?P<port>:[0-9]*)?")
 _LABEL = re.compile(r"[a-z0-9_-]{1,63}")
 
 
 class CallbackError(ValueError):
-    """A URL that is not called; the message says why, and reads on from `callback: `."""
+    """A URL that must not be called. The message says why, and continues the prefix `callback: `."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallbackUrl:
-    """A URL taken apart."""
+    """The parts of a callback URL."""
 
     scheme: str
     host: str
     """In lower case, without a trailing dot; an IP address in its canonical form, without brackets."""
     port: int
     path: str
-    """Path and query, as they go into the request; a fragment does not."""
+    """Path and query of the request; a fragment is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A URL that may be called; nothing is resolved yet."""
+    """A URL that may be called; its host is not resolved yet."""
 
     url: CallbackUrl
     may_be_private: bool
-    """Whether the host's addresses may be loopback or private ones."""
+    """Whether the host's addresses may be loopback or private addresses."""
 
 
 def parse_callback(url: str) -> CallbackUrl:
-    """Take a URL apart.
+    """Split a URL into its parts.
 
     Raises:
-        CallbackError: it is no http or https URL, or could be read in more than one way.
+        CallbackError: `url` is not an http or https URL, or could be read in more than one way.
     """
     if len(url) > LONGEST_URL:
         raise CallbackError(f"the URL is longer than {LONGEST_URL} characters")
@@ -72,7 +72,7 @@ def parse_callback(url: str) -> CallbackUrl:
 
 
 def _authority(text: str) -> tuple[str, int | None]:
-    """Host, in its normal form, and port of `host[:port]`."""
+    """Split `host[:port]` into the host in its normal form, and the port."""
     match = _AUTHORITY.fullmatch(text)
     if match is None:
         raise CallbackError("the URL names no host" if text in ("", ":") else "the URL's host is malformed")
@@ -99,9 +99,9 @@ class _Entry:
     scheme: str
     host: str
     port: int | None
-    """None: any."""
+    """None: any port."""
     is_origin: bool
-    """Written with its scheme: exactly that origin, which may be a private address."""
+    """Whether the entry was written with a scheme: it allows this origin only, which may be a private address."""
 
     @classmethod
     def of(cls, text: str) -> Self:
@@ -128,29 +128,29 @@ class _Entry:
 class AllowList:
     """The URLs that an operator lets jobs name.
 
-    An entry `host` or `host:port` allows https to it, on any port or that one, where its addresses are public. An
-    entry with a scheme, such as `http://collector.internal:8080`, allows that origin alone, wherever it is.
+    An entry `host` or `host:port` allows https to that host, on any port or on that port, if its addresses are public.
+    An entry with a scheme, such as `http://collector.internal:8080`, allows only that origin, whatever its addresses.
     """
 
     entries: tuple[_Entry, ...]
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> Self:
-        """Read the entries.
+        """Parse the entries.
 
         Raises:
-            ValueError: one of them makes no sense; the message shows it.
+            ValueError: an entry is malformed; the message shows it.
         """
         return cls(tuple(_Entry.of(text) for text in texts))
 
     def check(self, url: str, any_scheme: bool = False) -> Target:
-        """Take a URL apart that may be called.
+        """Check that a URL may be called, and return its parts.
 
         Args:
             any_scheme: whether entries without a scheme allow http, too.
 
         Raises:
-            CallbackError: it may not.
+            CallbackError: the URL is malformed, or no entry allows it.
         """
         parsed = parse_callback(url)
         found = [entry for entry in self.entries if entry.allows(parsed, any_scheme)]

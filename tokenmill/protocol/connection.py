@@ -1,15 +1,15 @@
-"""The only place that builds Redis clients.
+"""Build Redis clients; no other module does.
 
-redis-py 8 changed its defaults (5 s socket timeout, RESP3, ten retries), each of which breaks a worker in a quiet way.
-So time-outs, protocol and retries are set here, whatever the URL or the installed version says.
+The defaults of redis-py 8 (5 s socket timeout, RESP3, ten retries) each break a worker without an error. So time-outs,
+protocol and retries are set here, whatever the URL or the installed version says.
 
-    command_client(url, retries=3) -> redis.Redis             # scripts, short commands: ours may be repeated
+    command_client(url, retries=3) -> redis.Redis             # scripts and short commands, which may be repeated
     blocking_client(url, block_ms=5000) -> redis.Redis        # XREAD / XREADGROUP BLOCK up to block_ms; never retries
     async_client(url, block_ms=0) -> redis.asyncio.Redis      # block_ms > 0: for blocking reads; never retries
-    with ends_by(moment): …                                   # no command within it outlasts the moment
+    with ends_by(moment): …                                   # no wait for Redis in the block ends later
     redact(url) -> str                                        # for logs
 
-Replies are bytes. Which errors mean "try again later" is said in `tokenmill.protocol.faults`.
+Replies are bytes. `tokenmill.protocol.faults` says which errors are retryable.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ DEFAULT_URL: Final = "redis://localhost:6379/0"
 CONNECT_TIMEOUT_S: Final = 5.0
 COMMAND_TIMEOUT_S: Final = 10.0
 BLOCK_MARGIN_S: Final = 5.0
-"""A blocking read may overrun its time-out on old servers; the socket waits this much longer."""
+"""The socket waits this much longer than a blocking read: old servers may answer late."""
 RETRIES: Final = 3
 MAX_CONNECTIONS: Final = 10_000
-"""Each wait in a thread or task of its own holds one; redis-py 8 stops at 100. A URL's `max_connections` goes first."""
+"""Each thread or task that waits holds a connection; redis-py 8 allows 100. A URL's `max_connections` overrides it."""
 
 _RECONNECT: Final = (ConnectionError, TimeoutError, *DEMOTED)
-"""After one of these redis-py drops the connection, whether it may try again or not."""
+"""After these errors redis-py closes the connection, and retries if retries are left."""
 
 _LEAST_S: Final = 0.01
-"""A socket's time-out is never 0, which would mean not to wait at all."""
+"""Minimum time-out of a socket; 0 would mean not to wait at all."""
 _ends_by: ContextVar[float | None] = ContextVar("ends_by", default=None)
 
 
 @contextmanager
 def ends_by(moment: float | None) -> Iterator[None]:
-    """Let every wait for Redis within the block, the connecting too, end by this `time.monotonic()` moment.
+    """Bound every wait for Redis in the block, connecting included, by this `time.monotonic()` moment.
 
-    What it cannot cut short is a synchronous client's look-up of the host's name. None: the usual time-outs.
+    It does not bound the look-up of the host's name in a synchronous client. None: the usual time-outs.
     """
     token = _ends_by.set(moment)
     try:
@@ -66,32 +66,33 @@ def ends_by(moment: float | None) -> Iterator[None]:
 
 
 def command_client(url: str = DEFAULT_URL, retries: int = RETRIES) -> redis.Redis:
-    """A thread-safe client for scripts and short commands.
+    """Make a thread-safe client for scripts and short commands.
 
     Raises:
-        ValueError: not a Redis URL.
+        ValueError: `url` is not a Redis URL.
     """
     return _client(url, COMMAND_TIMEOUT_S, retries)
 
 
 def blocking_client(url: str = DEFAULT_URL, block_ms: int = 5000) -> redis.Redis:
-    """A client for reads that block up to `block_ms`. It never retries: a repeated read could deliver twice."""
+    """Make a client for reads that block up to `block_ms`. It never retries: a repeated read could deliver twice."""
     return _client(url, block_ms / 1000 + BLOCK_MARGIN_S, 0)
 
 
 def async_client(url: str = DEFAULT_URL, block_ms: int = 0, retries: int = RETRIES) -> aioredis.Redis:
-    """The asyncio client; with `block_ms` for blocking reads (no retries), without it for commands."""
+    """Make an asyncio client: with `block_ms` for blocking reads (no retries), without it for commands."""
     pool = aioredis.ConnectionPool.from_url(check_url(url), max_connections=MAX_CONNECTIONS)
     timeout = block_ms / 1000 + BLOCK_MARGIN_S if block_ms else COMMAND_TIMEOUT_S
     retry = AsyncRetry(_backoff(), 0 if block_ms else retries, _RECONNECT)
-    pool.connection_kwargs.update(_settings(timeout), retry=retry)
+    pool.connection_kwargs.update(_settings(timeout, pool.connection_class), retry=retry)
     pool.connection_class = _mixed(_Async, pool.connection_class, limit_s=timeout)
     return aioredis.Redis.from_pool(pool)
 
 
 def _client(url: str, timeout_s: float, retries: int) -> redis.Redis:
     pool = redis.ConnectionPool.from_url(check_url(url), max_connections=MAX_CONNECTIONS)
-    pool.connection_kwargs.update(_settings(timeout_s), retry=Retry(_backoff(), retries, _RECONNECT))
+    settings = _settings(timeout_s, pool.connection_class)
+    pool.connection_kwargs.update(settings, retry=Retry(_backoff(), retries, _RECONNECT))
     pool.connection_class = _mixed(_Sync, pool.connection_class, limit_s=timeout_s)
     return redis.Redis.from_pool(pool)
 
@@ -100,21 +101,24 @@ def _backoff() -> AbstractBackoff:
     return ExponentialWithJitterBackoff(base=0.05, cap=1.0)
 
 
-def _settings(timeout_s: float) -> dict[str, Any]:
-    return {
+def _settings(timeout_s: float, kind: type) -> dict[str, Any]:
+    """Return the arguments of a connection of the class `kind`."""
+    settings = {
         "socket_timeout": timeout_s,
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
-        "socket_keepalive": True,
         "protocol": 2,
         "decode_responses": False,
     }
+    if not issubclass(kind, (redis.UnixDomainSocketConnection, aioredis.UnixDomainSocketConnection)):
+        settings["socket_keepalive"] = True  # unix sockets do not take the argument
+    return settings
 
 
 class _Bounded:
-    """Mixed into redis-py's connections, so that they keep to `ends_by`."""
+    """Mixed into redis-py's connections, so that their time-outs obey `ends_by`."""
 
     limit_s: float
-    """For one read or write."""
+    """Time-out of one read or write."""
 
     @property
     def socket_timeout(self) -> float:
@@ -122,7 +126,7 @@ class _Bounded:
 
     @socket_timeout.setter
     def socket_timeout(self, _: float) -> None:
-        """Set by redis-py to what it knows from us."""
+        """Ignore the value, which redis-py sets to the pool's setting."""
 
     @property
     def socket_connect_timeout(self) -> float:
@@ -130,7 +134,7 @@ class _Bounded:
 
     @socket_connect_timeout.setter
     def socket_connect_timeout(self, _: float) -> None:
-        """As above."""
+        """Ignore the value, as above."""
 
 
 class _Sync(_Bounded):
@@ -138,12 +142,12 @@ class _Sync(_Bounded):
 
     @property
     def socket_timeout(self) -> float:
-        # Before there is a connection redis-py takes it for TLS' handshake.
+        # Before the connection exists, redis-py uses this time-out for the TLS handshake.
         return _left(self.limit_s if self._sock is not None else CONNECT_TIMEOUT_S)
 
     @socket_timeout.setter
     def socket_timeout(self, _: float) -> None:
-        """As above."""
+        """Ignore the value, as above."""
 
     def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
         if self._sock is not None:

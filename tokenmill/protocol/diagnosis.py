@@ -1,7 +1,7 @@
-"""Tells TLS spoken to a plain port, and the other way round, from a server that is away.
+"""Find out whether a connection failed because one side speaks TLS and the other does not.
 
-Neither end says so: a plain Redis waits for the line that a TLS handshake never ends, and a TLS port hangs up. So where
-a connection fails in one of these ways, another one asks in the other language.
+Neither side reports it: a plain Redis waits for the end of a line that a TLS handshake never sends, and a TLS port
+closes the connection. So after such a failure a second connection tries the other protocol.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from redis.exceptions import RedisError, TimeoutError
 from tokenmill.protocol.faults import WrongProtocol
 
 PROBE_S: Final = 1.0
-"""For connecting, and for the answer."""
+"""Time-out for connecting, and for the answer."""
 
 
 def wrong_protocol(connection: Any, error: RedisError) -> WrongProtocol | None:
-    """Why redis-py's `connection` met `error` as it connected; None where it was for another reason."""
+    """Return the error to raise where `connection` failed to connect with `error`; None if TLS is not the reason."""
     if isinstance(connection, (redis.UnixDomainSocketConnection, aioredis.UnixDomainSocketConnection)):
         return None
     host, port, cause = connection.host, connection.port, error.__cause__ or error.__context__

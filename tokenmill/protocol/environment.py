@@ -1,4 +1,4 @@
-"""Variables of the environment that look like settings of ours and are none: misspelt ones are told, not just ignored.
+"""Find environment variables that look like misspelt settings of tokenmill.
 
 for note in misspelt(os.environ, known): …   # TOKENMILL_QUEU … did you mean TOKENMILL_QUEUE?
 """
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 PREFIX: Final = "TOKENMILL_"
 
 COMMANDS: Final = frozenset(PREFIX + name for name in ("REDIS", "QUEUE", "PREFIX"))
-"""Settings of every command, of the clerk and of the jobs for RQ."""
+"""Settings of every command, of the clerk and of the RQ jobs."""
 CLERK: Final = frozenset(
     PREFIX + name
     for name in (
@@ -24,15 +24,15 @@ CLERK: Final = frozenset(
 )
 _TESTS: Final = PREFIX + "TEST_"
 _SERVICE_LINK: Final = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_|$)|_PORT_[0-9]+_(TCP|UDP|SCTP)(_|$)")
-"""What Kubernetes sets for a service whose name begins with ours."""
+"""Variables that Kubernetes sets for a service whose name begins with `tokenmill`."""
 
 
 class Misspelt(NamedTuple):
-    """A variable that is no setting; its value may be a secret, and is not kept."""
+    """A variable that is not a setting. Its value is not kept, since it may be a secret."""
 
     name: str
     nearest: str | None
-    """The setting that was meant, most likely."""
+    """The most similar setting; None if no setting is similar."""
 
     def __str__(self) -> str:
         hint = f"; did you mean {self.nearest}?" if self.nearest else ""
@@ -40,7 +40,7 @@ class Misspelt(NamedTuple):
 
 
 def misspelt(environ: Mapping[str, str], known: Iterable[str]) -> Iterator[Misspelt]:
-    """Variables with our prefix, or nearly so, that are not `known`."""
+    """Yield the variables whose names have the prefix `TOKENMILL_`, or nearly so, and are not in `known`."""
     names = sorted(known)
     short = [name.removeprefix(PREFIX) for name in names]
     for name in sorted(set(environ).difference(names)):

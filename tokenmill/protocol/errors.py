@@ -1,4 +1,4 @@
-"""The error codes of the wire protocol and the exception that carries one.
+"""The error codes of the wire protocol, and the exception `JobError` that carries such a code.
 
 raise JobError(ErrorCode.INVALID_REQUEST, "temperature: must be a number from 0 to 2")
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import enum
 
 MAX_MESSAGE = 500
-"""Characters; a message never echoes its sender's whole input."""
+"""Maximum length in characters, so that a message never contains the sender's whole input."""
 
 
 class ErrorCode(enum.StrEnum):
-    """Every `error.code`; `no_id` occurs in dead letters only, since such an entry has nobody to answer."""
+    """The values of `error.code`. `no_id` occurs in dead letters only: without an id there is no key for a result."""
 
     INVALID_JSON = "invalid_json"
     INVALID_REQUEST = "invalid_request"
@@ -29,7 +29,7 @@ class ErrorCode(enum.StrEnum):
 
     @property
     def retryable(self) -> bool:
-        """True where another start may succeed."""
+        """Whether another start may succeed."""
         return self in _RETRYABLE
 
 
@@ -37,23 +37,23 @@ _RETRYABLE = frozenset({ErrorCode.ENGINE_ERROR, ErrorCode.OUT_OF_MEMORY, ErrorCo
 
 
 def clean(text: str, limit: int = MAX_MESSAGE) -> str:
-    """`text` as valid UTF-8 of at most `limit` characters."""
+    """Return `text` as valid UTF-8 of at most `limit` characters."""
     text = text.encode("utf-8", "replace").decode("utf-8")
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 class TokenmillError(Exception):
-    """Base of the errors that this library raises of its own."""
+    """Base class of the errors that this library defines."""
 
 
 class JobError(TokenmillError):
-    """A job that is answered with an error.
+    """An error that ends a job.
 
     Args:
-        code: what went wrong.
+        code: the kind of error.
         message: for the job's sender; cut to `MAX_MESSAGE` characters.
-        retryable: overrides the code's own (non-finite logits are an `engine_error` that is not).
-        cause: the code behind a `gave_up`.
+        retryable: overrides the code's default (an `engine_error` for non-finite logits is not retryable).
+        cause: the code of the last error, for `gave_up`.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
     parse_event(entry_id, fields) -> StartEvent | TokenEvent | FinalEvent
     StreamReader(from_id="0").feed(entries) -> list[Event]    # .last_id to read on from, .fence, .done
 
-A `StartEvent` with a higher fence than before restarts the text: drop what came from lower fences.
+A `StartEvent` with a higher fence than before restarts the text: drop the text of lower fences.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import orjson
 from tokenmill.protocol.result import Result, Status
 
 SEAL_ID: Final = "1000000000000-0"
-"""Above every fence of a fresh id and below every `*` ID: reading on from here skips the tokens, not the end."""
+"""Above every fence of a new id and below every `*` ID: reading on from here skips tokens, but not the final event."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartEvent:
-    """A worker began; text of lower fences is void."""
+    """A worker started the job; text of lower fences is void."""
 
     id: str
     fence: int
@@ -33,7 +33,7 @@ class StartEvent:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """Text of one choice, to be appended to what came before under the same fence."""
+    """Text of one choice, to be appended to the text of earlier events with the same fence."""
 
     id: str
     fence: int
@@ -47,7 +47,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class FinalEvent:
-    """The end. `result` is None where the job asked for no stream; read the result key then."""
+    """The last event. `result` is None for a job with `stream 0`, whose result is in the result key."""
 
     id: str
     status: Status
@@ -58,10 +58,10 @@ Event = StartEvent | TokenEvent | FinalEvent
 
 
 def parse_event(entry_id: bytes | str, fields: Mapping[bytes, bytes]) -> Event:
-    """Read one entry.
+    """Parse an entry of an output stream.
 
     Raises:
-        ValueError: this is no event of the protocol.
+        ValueError: the entry is not an event of the protocol.
     """
     event_id = entry_id.decode() if isinstance(entry_id, bytes) else entry_id
     fence, _, n = event_id.partition("-")
@@ -92,17 +92,17 @@ def parse_event(entry_id: bytes | str, fields: Mapping[bytes, bytes]) -> Event:
 
 
 class StreamReader:
-    """Follows one stream from an ID on; `last_id` is where to read on after a break."""
+    """Follows an output stream from an ID on; after a lost connection, read on from `last_id`."""
 
     def __init__(self, from_id: str = "0") -> None:
         self.last_id = from_id
         self.done = False
 
     def feed(self, entries: Iterable[tuple[bytes, Mapping[bytes, bytes]]]) -> list[Event]:
-        """Take entries as XREAD gives them.
+        """Parse entries as XREAD returns them; entries behind the final event are ignored.
 
         Raises:
-            ValueError: an entry is no event.
+            ValueError: an entry is not an event.
         """
         events = []
         for entry_id, fields in entries:

@@ -1,13 +1,13 @@
-"""Which errors of Redis pass by themselves: the one rule of workers and clients. No I/O here.
+"""Classify errors of Redis, by one rule for workers and clients. No I/O here.
 
-    transient(error)        # the same command may work later: try again
-    refused(error)          # Redis does not take the credentials, or grants no right
-    misdirected(error)      # before a first answer: the URL is wrong, and waiting does not mend it
-    answered(error)         # Redis itself said so, which it can only do where it was reached
+    transient(error)        # retryable: the same command may work later
+    refused(error)          # Redis rejects the credentials, or denies the command
+    misdirected(error)      # before a first answer: the URL is wrong; a retry does not help
+    answered(error)         # the error is a reply of Redis, so Redis was reached
 
-A failover looks like this to its clients: blocked commands end with UNBLOCKED, writes with READONLY or NOREPLICAS, a
-node of a cluster says MOVED, CLUSTERDOWN, MASTERDOWN or TRYAGAIN, a server that starts says LOADING, and in between
-connections are refused, reset or time out.
+In a failover, blocked commands fail with UNBLOCKED, writes with READONLY or NOREPLICAS, nodes of a cluster reply MOVED,
+CLUSTERDOWN, MASTERDOWN or TRYAGAIN, a server that starts replies LOADING, and connections are refused, reset or time
+out.
 """
 
 from __future__ import annotations
@@ -49,49 +49,49 @@ _WORDS: Final = re.compile(
     r"\b(UNBLOCKED|READONLY|NOREPLICAS|LOADING|CLUSTERDOWN|MASTERDOWN|TRYAGAIN|MOVED|OOM|BUSY|MISCONF)\b"
 )
 """First words of replies that redis-py has no class for, or that a script passes on. OOM, BUSY and MISCONF are no
-failover, but end without the caller's doing as well: memory or disk is full, a slow script runs."""
+signs of a failover, but are retryable too: memory or disk is full, a slow script runs."""
 
 DEMOTED: Final = (ReadOnlyError, MovedError)
-"""The server is no master any more: the next try needs a new connection, to where the host's name leads by then."""
+"""The server is no longer the master: the next try needs a new connection, which looks the host's name up again."""
 
 _UNKNOWN: Final = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 
 
 _REFUSED: Final = (AuthenticationError, AuthorizationError, AuthenticationWrongNumberOfArgsError, NoPermissionError)
 _REFUSED_WORDS: Final = re.compile(r"\b(NOAUTH|WRONGPASS|NOPERM|ACL failure in script|unauthenticated)\b")
-"""The last one is of `Protocol error: unauthenticated multibulk length`: without a login long commands are cut off."""
+"""`Protocol error: unauthenticated multibulk length` is the reply to a long command without a login."""
 
 
 class WrongProtocol(ConnectionError):
-    """TLS was spoken to a plain port, or the other way round."""
+    """The client speaks TLS to a port without TLS, or no TLS to a port with TLS."""
 
 
 def refused(error: RedisError) -> bool:
-    """Whether Redis does not take our user, its password or, for lack of a right, the command."""
+    """Tell whether Redis rejects the user or its password, or denies the user the command."""
     if isinstance(error, _REFUSED):
         return True
     return isinstance(error, ResponseError) and _REFUSED_WORDS.search(str(error)) is not None
 
 
 def transient(error: RedisError) -> bool:
-    """Whether the same command may work later: Redis is away, starting, full, or changing its master."""
-    if refused(error):  # redis-py counts some of these as errors of the connection
+    """Tell whether an error is retryable: Redis is unreachable, starting, full, or changing its master."""
+    if refused(error):  # redis-py makes some of these errors of the connection
         return False
     if isinstance(error, _PASSING):
         return True
-    # Errors inside a script come as plain response errors that hold the first one's text.
+    # An error inside a script is a plain response error that contains the text of the first error.
     return isinstance(error, ResponseError) and _WORDS.search(str(error)) is not None
 
 
 def answered(error: RedisError) -> bool:
-    """Whether the error is a reply of Redis."""
+    """Tell whether the error is a reply of Redis."""
     return isinstance(error, (ResponseError, BusyLoadingError))
 
 
 def misdirected(error: RedisError) -> bool:
-    """Whether the host is unknown, the file of a socket may not be opened, or TLS cannot be agreed upon.
+    """Tell whether the host is unknown, the socket file may not be opened, or TLS fails.
 
-    Of a server that was reached before this can pass, too: names and certificates come and go in a failover.
+    If the server was reached before, such an error is retryable, too: a failover changes names and certificates.
     """
     if isinstance(error, WrongProtocol):
         return True

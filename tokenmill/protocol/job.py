@@ -1,11 +1,11 @@
 """A lane entry: the flat fields around the JSON body.
 
     parse_entry(fields: Mapping[bytes, bytes]) -> JobEntry      # raises JobError
-    identify(fields) -> Identity | None                         # never raises; what can be answered of a broken entry
-    JobEntry.fields() -> dict[str, str | bytes]                 # the other direction, for producers
+    identify(fields) -> Identity | None                         # never raises; also of a broken entry
+    JobEntry.fields() -> dict[str, str | bytes]                 # for producers: the fields to XADD
 
-A worker first calls `identify`; None means `no_id` (`Scripts.reject`). Then `parse_entry`; a `JobError` is the terminal
-answer of the identity (`Scripts.answer`).
+A worker first calls `identify`; None means `no_id` (`Scripts.reject`). Then it calls `parse_entry`; a `JobError` ends
+the job (`Scripts.end_all` without a fence).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What an ending needs to know of an entry; broken fields are None."""
+    """The fields of an entry that its ending needs; broken fields are None."""
 
     id: str
     stream: bool = True
@@ -40,12 +40,12 @@ class Identity:
     tenant: str | None = None
     traceparent: str | None = None
     callback: str | None = None
-    """Where the result is to be posted, whatever else is wrong with the entry."""
+    """The URL to which the result is posted, even if other fields are broken."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobEntry:
-    """A well-formed entry; the body is not parsed yet (see `body.parse_body`)."""
+    """A well-formed entry. The body is not parsed (see `body.parse_body`)."""
 
     id: str
     body: bytes
@@ -57,7 +57,7 @@ class JobEntry:
     tenant: str | None = None
     traceparent: str | None = None
     callback: str | None = None
-    """A URL; whether it is allow-listed is the worker's to say."""
+    """A well-formed URL; the worker checks it against its list of allowed hosts."""
     max_attempts: int | None = None
 
     @property
@@ -65,7 +65,7 @@ class JobEntry:
         return Identity(self.id, self.stream, self.group, self.tenant, self.traceparent, self.callback)
 
     def fields(self) -> dict[str, str | bytes]:
-        """The entry as XADD wants it, without what is at its default."""
+        """Return the fields to XADD, without those that have their default."""
         fields: dict[str, str | bytes] = {"id": self.id, "body": self.body}
         if self.ttl_ms is not None:
             fields["ttl_ms"] = str(self.ttl_ms)
@@ -81,10 +81,10 @@ class JobEntry:
 
 
 def milliseconds(name: str, seconds: float) -> int:
-    """Return a producer's `ttl` or `delay`, which it gives in seconds, in milliseconds.
+    """Convert a producer's `ttl` or `delay` (its `name`) from seconds to milliseconds.
 
     Raises:
-        JobError: `invalid_request`: `seconds` is no finite number, or longer than ten years.
+        JobError: `invalid_request`: `seconds` is not a finite number, or is longer than ten years.
     """
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not abs(seconds) <= MAX_SECONDS:
         raise _bad(name, f"must be a number of seconds, at most {MAX_SECONDS:.0f}")
@@ -92,7 +92,7 @@ def milliseconds(name: str, seconds: float) -> int:
 
 
 def identify(fields: Mapping[bytes, bytes]) -> Identity | None:
-    """Who to answer, read leniently: whatever else is broken in the entry does not matter here."""
+    """Read the identity of an entry whose other fields may be broken; None if its id is not usable."""
     job_id = _name(fields.get(b"id"))
     if job_id is None:
         return None
@@ -112,8 +112,8 @@ def parse_entry(fields: Mapping[bytes, bytes]) -> JobEntry:
     Raises:
         JobError: `no_id`, `unsupported_version`, or `invalid_request` naming the field.
     """
-    who = identify(fields)
-    if who is None:
+    identity = identify(fields)
+    if identity is None:
         raise JobError(ErrorCode.NO_ID, "id: must match [A-Za-z0-9_.-]{1,128}")
     version = fields.get(b"v", b"1")
     if version != b"1":
@@ -124,22 +124,22 @@ def parse_entry(fields: Mapping[bytes, bytes]) -> JobEntry:
     body = fields.get(b"body")
     if body is None:
         raise _bad("body", "is missing")
-    for key, value in (("group", who.group), ("tenant", who.tenant)):
+    for key, value in (("group", identity.group), ("tenant", identity.tenant)):
         if key.encode() in fields and value is None:
             raise _bad(key, "must match [A-Za-z0-9_.-]{1,128}")
-    if b"traceparent" in fields and who.traceparent is None:
+    if b"traceparent" in fields and identity.traceparent is None:
         raise _bad("traceparent", "must be a W3C trace context")
     callback = _callback(fields.get(b"callback"))
     if fields.get(b"stream", b"1") not in (b"0", b"1"):
         raise _bad("stream", "must be 0 or 1")
     return JobEntry(
-        id=who.id,
+        id=identity.id,
         body=body,
         ttl_ms=_integer(fields, "ttl_ms", 1, MAX_TTL_MS),
-        stream=who.stream,
-        group=who.group,
-        tenant=who.tenant,
-        traceparent=who.traceparent,
+        stream=identity.stream,
+        group=identity.group,
+        tenant=identity.tenant,
+        traceparent=identity.traceparent,
         callback=callback,
         max_attempts=_integer(fields, "max_attempts", 1, MAX_ATTEMPTS),
     )

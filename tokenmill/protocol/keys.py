@@ -1,6 +1,6 @@
-"""Every Redis key of a queue, in one place.
+"""The names of all Redis keys of a queue.
 
-`docs/protocol.md` is the contract; a test holds the two together.
+`docs/protocol.md` is the contract; a test compares it with this module.
 
     keys = Keys(queue="default", prefix="tokenmill")
     keys.lane("normal")   # tokenmill:{default}:jobs:normal
@@ -33,15 +33,15 @@ NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 def is_name(text: str) -> bool:
-    """True where `text` may be an id or the name of a queue, prefix, group or tenant."""
+    """Tell whether `text` may be an id or the name of a queue, prefix, group or tenant."""
     return NAME.fullmatch(text) is not None
 
 
 def check_name(kind: str, text: str) -> str:
-    """Return `text`.
+    """Return `text` if it is a name.
 
     Raises:
-        ValueError: it is not a name; the message starts with `kind`.
+        ValueError: it is not; the message starts with `kind`.
     """
     if not is_name(text):
         raise ValueError(f"{kind}: must match [A-Za-z0-9_.-]{{1,128}}")
@@ -49,7 +49,7 @@ def check_name(kind: str, text: str) -> str:
 
 
 def open_stream_ttl(result_ttl_s: int) -> int:
-    """Seconds an output stream lives without a sign of its worker."""
+    """Seconds that the output stream of an open job lives after the last START or RENEW."""
     return max(MIN_OPEN_STREAM_TTL_S, result_ttl_s)
 
 
@@ -57,7 +57,7 @@ def open_stream_ttl(result_ttl_s: int) -> int:
 class Keys:
     """The keys of one queue; all share the cluster hash tag `{queue}`.
 
-    Methods don't check ids (they run for every token): check them where they come in.
+    Methods don't check ids, since they run for every token: the callers check ids when they receive them.
 
     Raises:
         ValueError: queue or prefix is not a name.
@@ -66,7 +66,7 @@ class Keys:
     queue: str = "default"
     prefix: str = "tokenmill"
     root: str = field(init=False)
-    """What every key starts with, colon included."""
+    """The beginning of every key, colon included."""
 
     def __post_init__(self) -> None:
         check_name("queue", self.queue)

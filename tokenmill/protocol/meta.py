@@ -1,9 +1,9 @@
-"""The hash `meta`: what an operator, or the first worker, says to all workers of a queue.
+"""The hash `meta`: settings of a queue, written by its operator and its workers.
 
     Meta.of(client.hgetall(keys.meta)) -> Meta(paused=…, problems=("unknown field `max_dept`; did you mean …",))
 
-A flag is on as `1`, `true`, `yes` or `on`, off as `0`, `false`, `no` or `off`, in any case. What is misspelt steers
-nothing; it is listed in `problems`.
+A flag is on as `1`, `true`, `yes` or `on`, off as `0`, `false`, `no` or `off`, in any case. Misspelt fields and values
+have no effect; `problems` lists them.
 """
 
 from __future__ import annotations
@@ -22,26 +22,21 @@ from tokenmill.protocol.keys import Keys
 ON: Final = ("1", "true", "yes", "on")
 OFF: Final = ("0", "false", "no", "off")
 FLAGS: Final = ("paused",)
-NUMBERS: Final = (
-    "max_depth",
-    "max_per_tenant",
-    "max_running_per_tenant",
-    "lease_ms",
-    "result_ttl_seconds",
-    "stream_ttl_seconds",
-)
+PUBLISHED: Final = ("lease_ms", "result_ttl_seconds", "stream_ttl_seconds")
+"""Fields that workers write: the names of their settings."""
+NUMBERS: Final = ("max_depth", "max_per_tenant", "max_running_per_tenant", *PUBLISHED)
 SHOWN: Final = 5
-"""Problems that are named; a foreign hash may have any number of fields."""
+"""Maximum number of problems that are listed; a foreign hash may have any number of fields."""
 _WHOLE = re.compile(r"\s*[0-9]{1,15}\s*")
 
 
 def is_on(value: bytes | str | None) -> bool:
-    """Whether a flag of `meta` is switched on."""
+    """Tell whether a flag of `meta` is on."""
     return value is not None and _text(value).strip().lower() in ON
 
 
 def whole(value: bytes | str | None) -> int | None:
-    """A number of `meta`; None where it is absent or not a whole number."""
+    """Read a number of `meta`; None if it is absent or not a whole number."""
     if value is None or not _WHOLE.fullmatch(_text(value)):
         return None
     return int(value)
@@ -49,16 +44,16 @@ def whole(value: bytes | str | None) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What the hash says."""
+    """The checked content of the hash."""
 
     paused: bool = False
-    """No worker reads."""
+    """Whether workers read no entries."""
     problems: tuple[str, ...] = ()
-    """Fields and values that steer nothing, each as a sentence for the operator."""
+    """Fields and values that have no effect, each as a message for the operator."""
 
     @classmethod
     def of(cls, raw: Mapping[bytes, bytes]) -> Self:
-        """Read the hash's fields."""
+        """Check the hash's fields."""
         found = [_problem(_text(name), _text(value)) for name, value in sorted(raw.items())]
         problems = [problem for problem in found if problem is not None]
         if len(problems) > SHOWN:
@@ -67,7 +62,7 @@ class Meta:
 
 
 def paused(client: redis.Redis, keys: Keys) -> bool:
-    """Whether the queue is paused now; asks for that field alone, which is all that clients may read."""
+    """Ask Redis whether the queue is paused. Reads that field only: clients may read no other field."""
     reply: Any = client.hmget(keys.meta, ["paused"])
     return is_on(reply[0])
 

@@ -1,4 +1,4 @@
-"""What goes into the scripts and comes out of them, as values."""
+"""The arguments and replies of the scripts as values."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tokenmill.protocol.keys import Keys
 
 
 class Ref(NamedTuple):
-    """Where a job is: its identity in the queue is (lane, entry)."""
+    """A job's place in the queue, which identifies it: (lane, entry)."""
 
     lane: str
     """`high`, `normal` or `low`."""
     entry: str
     id: str
-    """The job's id, or empty for an entry without a usable one."""
+    """The job's id; empty for an entry without a usable id."""
 
     @property
     def added_ms(self) -> int:
-        """When the entry was added, ms of Redis' clock."""
+        """When the entry was added, in ms of Redis' clock."""
         return self.place[0]
 
     @property
     def place(self) -> tuple[int, int]:
-        """Both parts of the entry's ID: its place in the order of its lane."""
+        """Both parts of the entry's ID, by which entries of a lane are ordered."""
         ms, _, number = self.entry.partition("-")
         return int(ms), int(number or 0)
 
@@ -40,19 +40,19 @@ class Delivery(NamedTuple):
     entry: str
     fields: dict[bytes, bytes]
     again: bool = False
-    """Whether somebody held it before and handed it back."""
+    """Whether a worker held the entry before and handed it back."""
 
 
 class StartStatus(enum.StrEnum):
-    """What became of a START; all but OK have written nothing (DUP acked and deleted the entry)."""
+    """The outcome of START. All but OK, DUP and CAPPED have written nothing; DUP acknowledged and deleted the entry."""
 
     OK = "OK"
     CANCELLED = "CANCELLED"
     EXPIRED = "EXPIRED"
     SPENT = "SPENT"
-    """It was started `max_attempts` times already, and has had its start alone if it is a suspect."""
+    """The job was started `max_attempts` times; a suspect also had its start alone."""
     CAPPED = "CAPPED"
-    """Its tenant has as many running jobs as it may; the entry is handed back already."""
+    """The tenant has `max_running_per_tenant` running jobs; the script has handed the entry back."""
     DUP = "DUP"
     LOST = "LOST"
 
@@ -64,44 +64,44 @@ class Started:
     status: StartStatus
     fence: int
     attempt: int
-    """Starts so far, this one included if OK."""
+    """Starts so far, including this one if OK."""
     deaths: int
     """Takeovers of this job while it was running."""
     now_ms: int
-    """Redis' clock."""
+    """Redis' clock in ms."""
     reason: str = ""
-    """Of a cancel."""
+    """Why the job was cancelled."""
     tries: int = 0
-    """Starts that `max_attempts` counts: all but those that were handed back politely."""
+    """Starts that `max_attempts` limits: without those that were handed back through no fault of the job."""
 
 
 class Ending(enum.StrEnum):
-    """The reply of FINALISE and ANSWER."""
+    """The reply of FINALISE."""
 
     OK = "OK"
     DUP = "DUP"
-    """The id has its result, or another entry is live; this entry is gone. Nothing more to do."""
+    """The id has a result, or another live entry; this entry was deleted. Nothing is left to do."""
     LOST = "LOST"
     """Another worker holds the entry."""
     GONE = "GONE"
-    """The stream lacks what was published: START again and finalise with the whole text."""
+    """The stream lacks events that were published: START again and end the job with the whole text."""
 
 
 class CancelReply(enum.StrEnum):
-    """What became of a cancel."""
+    """The outcome of a cancel."""
 
     LATE = "LATE"
-    """The job had ended; nothing changed."""
+    """The job had ended before; nothing changed."""
     DONE = "DONE"
-    """It was queued or delayed and has its `cancelled` result now."""
+    """The job was queued or delayed, and has its `cancelled` result now."""
     ASKED = "ASKED"
-    """The key is set; who runs the job will see it."""
+    """The cancel key is set; the worker that runs the job, or will start it, polls that key."""
 
 
 class TokenWrite(NamedTuple):
-    """One token event still to be published by FINALISE. `token_ids` and `logprobs` are JSON, empty for none.
+    """A token event that FINALISE is to publish. `token_ids` and `logprobs` are JSON, empty for none.
 
-    `choice` is the event's `index` (a tuple has a method of that name).
+    `choice` is the event's field `index` (tuples have a method of that name).
     """
 
     n: int
@@ -116,37 +116,37 @@ class Why(enum.StrEnum):
     """Why Redis refused a token event."""
 
     REPEAT = "repeat"
-    """It is there already: one's own retry."""
+    """The stream has the event: the caller has published it before."""
     LOST = "lost"
-    """A higher fence, or the end, is in the stream."""
+    """The stream has a higher fence or the final event: the job belongs to another worker, or has ended."""
     GONE = "gone"
-    """No such stream, or a gap in it: START again and republish the whole text."""
+    """The stream does not exist or has a gap: START again and republish the whole text."""
     ERROR = "error"
 
 
 class Refused(NamedTuple):
-    """A token event that was not appended; after all but REPEAT its stream's later events are refused too."""
+    """A token event that was not appended. After any reason but REPEAT, later events of the stream are refused too."""
 
     job_id: str
     n: int
     why: Why
     last_id: str
-    """The stream's last ID where known, or the server's error."""
+    """The stream's last ID if known, or the server's error."""
 
 
 class TokenBatch:
-    """The token events of one engine step, over all sequences, flat as the script wants them."""
+    """The token events of one engine step, of all sequences, as the flat lists that the script takes."""
 
     __slots__ = ("_at", "_events", "_extra", "_rich", "keys")
 
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
         self._at: dict[str, int] = {}
-        """Each job's place among the streams, from 1."""
+        """Job id → number of its stream among KEYS, from 1."""
         self._events: list[Any] = []
-        """Five an event: place of its stream, ID, choice, text, number of tokens."""
+        """Five values for each event: number of its stream, ID, choice, text, number of tokens."""
         self._extra: list[str] = []
-        """Two an event: token ids and log-probabilities."""
+        """Two values for each event: token ids and log-probabilities; empty while no event has any."""
         self._rich = False
 
     def add(
@@ -170,7 +170,7 @@ class TokenBatch:
             self._enrich(token_ids, logprobs)
 
     def _enrich(self, token_ids: str, logprobs: str) -> None:
-        """Most batches have neither, and then no places for them: arguments cost."""
+        """Begin to keep token ids and log-probabilities, which most batches do not have."""
         if not self._rich:
             self._rich, self._extra = True, [""] * (2 * len(self) - 2)
         self._extra += (token_ids, logprobs)
@@ -180,7 +180,7 @@ class TokenBatch:
 
     @property
     def args(self) -> list[bytes]:
-        """The script's arguments: one JSON list of many values costs both sides less than as many arguments."""
+        """The script's arguments: one or two JSON lists, which cost both sides less than many arguments."""
         events = orjson.dumps(self._events)
         return [events, orjson.dumps(self._extra)] if self._rich else [events]
 
@@ -189,7 +189,7 @@ class TokenBatch:
         return [self.keys.out(job_id) for job_id in self._at]
 
     def owner(self, number: int) -> tuple[str, int, int]:
-        """Job, fence and n of an event."""
+        """Return job id, fence and n of the event with this number, from 0."""
         at, event_id = self._events[5 * number : 5 * number + 2]
         fence, _, n = event_id.partition("-")
         return list(self._at)[at - 1], int(fence), int(n)
@@ -197,17 +197,17 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """What goes to `dead` beside the result."""
+    """A dead letter, written to `dead` beside the result."""
 
     code: ErrorCode
     reason: str
     attempts: int
     body: bytes = b""
-    """Cut to 64 KiB when written."""
+    """Cut at 64 KiB when written."""
 
 
 def classify(job_id: str, fence: int, n: int, why: str, last: str) -> Refused:
-    """Tell a lost job from one's own retry, by the stream's last ID."""
+    """Find out by the stream's last ID whether a refused event means a lost job or a repeated write."""
     if why == "GONE":
         return Refused(job_id, n, Why.GONE, last)
     if why != "SMALL":

@@ -1,7 +1,7 @@
-"""The final result: what `result:<id>` and the `result` field of the final event hold.
+"""The final result of a job, as in `result:<id>` and in the final event's field `result`.
 
 Result(id=…, status=Status.SUCCEEDED, choices=(Choice(0, "text", "stop"),), usage=Usage(5, 32, 0), …).to_json() -> bytes
-Result.from_json(raw) -> Result       # readers; unknown keys of a newer minor version are ignored
+Result.from_json(raw) -> Result       # for readers; unknown keys of a newer minor version are ignored
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenmill.protocol.job import VERSION
 
 
 class Status(enum.StrEnum):
-    """How a job ended."""
+    """The status of a job that has ended."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -29,14 +29,14 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One generated text."""
+    """One of the `n` generated texts."""
 
     index: int
     text: str
     finish_reason: str
     """`stop`, `length`, `cancelled`, `expired` or `error`."""
     stop: str | int | None = None
-    """The stop string or stop id that ended it."""
+    """The stop string or stop id that ended the text."""
     logprobs: Any = None
     token_ids: list[int] | None = None
     prompt_logprobs: Any = None
@@ -44,7 +44,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Counts of token ids; the prompt counts once, whatever `n`."""
+    """Numbers of tokens; the prompt counts once, whatever `n` is."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -53,7 +53,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Milliseconds since the entry was added: Redis' clock up to START, the worker's monotonic clock after it."""
+    """Milliseconds since the entry was added: by Redis' clock up to START, by the worker's monotonic clock after it."""
 
     queued_ms: float | None = None
     first_token_ms: float | None = None
@@ -68,7 +68,7 @@ class ErrorInfo:
     message: str
     retryable: bool = False
     cause: str | None = None
-    """The code behind a `gave_up`."""
+    """The code of the last error, for `gave_up`."""
 
     @classmethod
     def of(cls, error: JobError) -> Self:
@@ -77,7 +77,7 @@ class ErrorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The one terminal answer of a job."""
+    """The final result of a job; each id gets exactly one."""
 
     id: str
     status: Status
@@ -89,14 +89,14 @@ class Result:
     timings: Timings = Timings()
     error: ErrorInfo | None = None
     clamped: Mapping[str, Any] | None = None
-    """What was reduced and to what."""
+    """Parameters that the worker reduced, with their new values."""
     traceparent: str | None = None
     cancel_reason: str | None = None
     v: int = VERSION
 
     @property
     def text(self) -> str:
-        """The text of the first choice, empty where there is none."""
+        """The text of the first choice; empty if there is no choice."""
         return self.choices[0].text if self.choices else ""
 
     @property
@@ -104,7 +104,7 @@ class Result:
         return self.status is Status.SUCCEEDED
 
     def to_json(self) -> bytes:
-        """UTF-8 JSON. Non-finite numbers become null; keys that don't apply are left out."""
+        """Encode as UTF-8 JSON. Non-finite numbers become null; keys that don't apply are left out."""
         error = None
         if self.error is not None:
             error = _plain(self.error, optional={"cause"})
@@ -129,10 +129,10 @@ class Result:
 
     @classmethod
     def from_json(cls, raw: bytes | str) -> Self:
-        """Read a result.
+        """Parse a result.
 
         Raises:
-            ValueError: this is not a result.
+            ValueError: `raw` is not a result.
         """
         try:
             data = orjson.loads(raw)

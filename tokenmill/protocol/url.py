@@ -1,6 +1,6 @@
-"""Which URLs of Redis we take. redis-py would ignore some mistakes, and meet others as TypeErrors when it connects.
+"""Check Redis URLs. redis-py ignores some mistakes in a URL, and raises TypeErrors for others when it connects.
 
-url = check_url(text)     # ValueError: one line, which never holds a part of the URL that may be a password
+url = check_url(text)     # ValueError: one line that never contains what may be a password
 redact(url) -> str        # for logs
 """
 
@@ -34,7 +34,7 @@ _OPTIONS: Final = _TLS | {
     ),
     *("socket_connect_timeout", "socket_keepalive", "socket_read_size", "socket_timeout", "username"),
 }
-"""What may stand behind the `?`. Time-outs, protocol and retries are accepted, and are ours all the same."""
+"""The options that may follow the `?`. Time-outs, protocol and retries are accepted, but have no effect."""
 _QUOTE: Final = "in a user's name or password, % / ? # [ ] : and @ are written as %25 %2F %3F %23 %5B %5D %3A and %40"
 
 
@@ -42,7 +42,7 @@ def check_url(text: str) -> str:
     """Return `text` without white space around it.
 
     Raises:
-        ValueError: it is not the URL of a Redis, or redis-py will not take it.
+        ValueError: `text` is not a URL of Redis, or redis-py does not accept it.
     """
     url = text.strip()
     scheme, _, rest = url.partition("://")
@@ -52,7 +52,7 @@ def check_url(text: str) -> str:
         url.encode()
         parts = urlsplit(url)
         host = (parts.hostname or "").encode("idna")
-    except ValueError:  # its message may hold the password
+    except ValueError:  # its message may contain the password
         raise ValueError(f"the URL is malformed; {_QUOTE}") from None
     if re.search(r"\s", url):
         raise ValueError("the URL must not hold white space")
@@ -99,17 +99,17 @@ def _check_options(parts: SplitResult) -> None:
 
 
 def _try(url: str) -> None:
-    """Let redis-py read the values, without connecting."""
+    """Let redis-py parse the values of the options, without connecting."""
     try:
         redis.ConnectionPool.from_url(url).make_connection()
     except (RedisError, TypeError, ValueError, LookupError, AttributeError) as error:
         found = re.search(r"'(\w+)'|\"(\w+)\"", str(error))
-        name = next((one for one in (found.groups() if found else ()) if one in _OPTIONS), None)
+        name = next((word for word in (found.groups() if found else ()) if word in _OPTIONS), None)
         raise ValueError("the URL has an option with a wrong value" + (f": {name}" if name else "")) from None
 
 
 def redact(url: str) -> str:
-    """`url` without its password and query."""
+    """Return `url` without its password and query."""
     try:
         parts = urlsplit(url)
         password, user = parts.password, parts.username

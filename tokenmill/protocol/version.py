@@ -1,4 +1,4 @@
-"""Which tokenmill this is."""
+"""The version of tokenmill."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.metadata
 
 
 def version() -> str:
-    """The installed version; `unknown` where the sources run without being installed."""
+    """Return the installed version; `unknown` if tokenmill runs without being installed."""
     try:
         return importlib.metadata.version("tokenmill")
     except importlib.metadata.PackageNotFoundError:

@@ -1,1 +1,1 @@
-"""`tokenmill demo`: a Redis and a worker for one minute."""
+"""`tokenmill demo`: an embedded Redis and a worker, for one minute."""

@@ -23,39 +23,39 @@ _PR_SET_PDEATHSIG = 1  # prctl(2), Linux
 
 
 def die_with(parent: int) -> None:
-    """Have this process get SIGTERM when its parent is gone, however that ended; called first thing in the child."""
+    """Make the kernel send this process SIGTERM when its parent ends; called first in the child."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it was gone already
+    if os.getppid() != parent:  # the parent has ended already
         raise SystemExit(1)
 
 
 class WorkerEnded(RuntimeError):
-    """The worker is gone though nobody stopped it; the message has its exit status and the end of its log."""
+    """The worker ended by itself; the message has its exit status and the end of its log."""
 
 
 @dataclass
 class WorkerProcess:
-    """The process and what it logs."""
+    """A running worker and its log."""
 
     process: subprocess.Popen[bytes]
     log: IO[bytes]
 
     def check(self) -> None:
-        """Look whether it lives.
+        """Check that the worker runs.
 
         Raises:
-            WorkerEnded: it does not.
+            WorkerEnded: it has ended.
         """
         status = self.process.poll()
         if status is not None:
-            raise WorkerEnded(f"the worker ended with status {status}:\n{self.last_words()}")
+            raise WorkerEnded(f"the worker ended with status {status}:\n{self.log_tail()}")
 
-    def last_words(self, lines: int = 20) -> str:
-        """The end of its log."""
+    def log_tail(self, lines: int = 20) -> str:
+        """Return the last lines of the log."""
         return "\n".join(Path(self.log.name).read_text(errors="replace").splitlines()[-lines:])
 
     def stop(self, timeout: float = 30) -> int:
-        """SIGTERM, then SIGKILL after `timeout` seconds. Returns the exit status, negative for a signal."""
+        """Send SIGTERM, and after `timeout` seconds SIGKILL. Returns the exit status, negative for a signal."""
         if self.process.poll() is None:
             self.process.terminate()
         try:
@@ -67,10 +67,11 @@ class WorkerProcess:
 
 @contextlib.contextmanager
 def worker_process(*options: str, environ: Mapping[str, str] | None = None) -> Iterator[WorkerProcess]:
-    """Run `tokenmill worker` with these options for the length of the block; what is left of it then is stopped.
+    """Run `tokenmill worker` with these options for the length of the block, then stop it.
 
-    It has a session of its own, so that Ctrl-C on a terminal reaches the parent alone, which then stops it in order. A
-    parent that is killed takes it along. Call it on the main thread: the kernel watches the thread that forked.
+    The worker has a session of its own, so that Ctrl-C on a terminal reaches only the parent, which then stops the
+    worker in order. The worker ends with its parent even if that is killed. Call this on the main thread, since the
+    kernel watches the thread that forked.
     """
     command = [sys.executable, "-c", _RUN, str(os.getpid()), *options]
     with tempfile.NamedTemporaryFile(prefix="tokenmill-worker-", suffix=".log") as log:

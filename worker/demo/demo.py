@@ -1,4 +1,4 @@
-"""`tokenmill demo`: a dozen chat prompts through the stream, with a real worker process and the demo model."""
+"""`tokenmill demo`: runs a dozen chat prompts through a queue, a real worker process and the demo model."""
 
 from __future__ import annotations
 
@@ -40,38 +40,38 @@ PROMPTS = {
 MAX_TOKENS = 64
 
 ENDLESS = "endless"
-"""The request that is cancelled while it runs."""
+"""Name of the request that is cancelled while it runs."""
 ENDLESS_PROMPT = "Tell me a story that never ends."
 ENDLESS_TOKENS = 1500
 SEEN_BEFORE_CANCEL = 60
-"""Characters of it."""
+"""Characters of its text after which it is cancelled."""
 
 FRAME = 0.1
-"""Seconds between two looks at the rows."""
+"""Seconds between two updates of the table."""
 SETTLE = 15.0
-"""Seconds within which the worker must say that all its blocks are free."""
+"""Seconds within which the worker must show that all its blocks are free."""
 
 
 class DemoError(RuntimeError):
-    """The demo cannot go on; the message says why."""
+    """The demo failed; the message says why."""
 
 
 class Interrupted(Exception):
-    """SIGINT or SIGTERM came in."""
+    """SIGINT or SIGTERM arrived."""
 
 
 def demo(
     redis: Annotated[
         str | None,
         typer.Option(
-            help="URL of a real Redis or Valkey. Default: an embedded one, gone afterwards.",
+            help="URL of a Redis or Valkey. Default: an embedded one that ends with the demo.",
             callback=checked(check_url),
         ),
     ] = None,
-    model: Annotated[str, typer.Option(help="What the worker serves.")] = "smollm2-135m",
+    model: Annotated[str, typer.Option(help="Model that the worker serves.")] = "smollm2-135m",
     timeout: Annotated[float, typer.Option(help="Seconds after which the demo gives up.", min=1)] = 300,
 ) -> None:
-    """Run a dozen chat prompts through a real worker, cancel one of them, and show what came of it."""
+    """Run a dozen chat prompts through a real worker, cancel one of them, and show the results."""
     console = Console()
     show = _Demo(console, model, time.monotonic() + timeout)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -98,11 +98,11 @@ class _Demo:
         self.interrupted = False
 
     def interrupt(self, _signal: int, _frame: FrameType | None) -> None:
-        """A signal handler. It raises nothing: a process half started would be left behind."""
+        """Handle a signal. Raises nothing, since a process that is just being started would be left running."""
         self.interrupted = True
 
     def run(self, url: str | None) -> list[str]:
-        """The whole demo; returns what is not as it should be. Everything it started has ended then."""
+        """Run the demo, end everything that it started, and return what went wrong, a sentence for each fault."""
         with contextlib.ExitStack() as stack:
             where = "an embedded Redis" if url is None else redact(url)
             self.say(f"queue {self.queue} on {where}; starting a worker with {self.model}")
@@ -123,7 +123,7 @@ class _Demo:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def ready(self, worker: WorkerProcess) -> bytes:
-        """Wait until the worker serves, so that the times below are those of requests; its key."""
+        """Wait until the worker serves, so that no time of a request includes loading; returns the worker's key."""
         while True:
             for key in self.redis.scan_iter(match=self.keys.worker("*"), count=1000):
                 if self.redis.hget(key, "status") == b"ready":
@@ -132,15 +132,15 @@ class _Demo:
             time.sleep(FRAME)
 
     def check(self, worker: WorkerProcess) -> None:
-        """Give up when somebody asked for it, the worker is gone or the time is up."""
+        """Raise if a signal arrived, the worker has ended, or the time is up."""
         if self.interrupted:
             raise Interrupted
         worker.check()
         if time.monotonic() > self.deadline:
-            raise DemoError(f"not finished in time; the end of the worker's log:\n{worker.last_words()}")
+            raise DemoError(f"not finished within --timeout; the end of the worker's log:\n{worker.log_tail()}")
 
     def converse(self, client: Client, worker: WorkerProcess) -> list[Row]:
-        """Submit everything, watch it, cancel one request once it has said something."""
+        """Submit all requests, show their progress, and cancel one of them once it has some text."""
         jobs, rows = self.submit(client)
         threads = [threading.Thread(target=_follow, args=pair, daemon=True) for pair in zip(jobs, rows, strict=True)]
         for thread in threads:
@@ -173,19 +173,19 @@ class _Demo:
         return jobs, rows
 
     def blocks(self, key: bytes) -> tuple[int, int]:
-        """Free and total KV blocks, as the worker tells them after the last job has ended."""
+        """Return free and total KV blocks, as the worker shows them after the last job has ended."""
         seconds, micros = self.redis.time()
         ended_ms = seconds * 1000 + micros // 1000
         until = min(self.deadline, time.monotonic() + SETTLE)
         while True:
-            told = self.redis.hmget(key, ["updated_ms", "free_blocks", "total_blocks"])
-            updated_ms, free, total = (int(value or 0) for value in told)
+            shown = self.redis.hmget(key, ["updated_ms", "free_blocks", "total_blocks"])
+            updated_ms, free, total = (int(value or 0) for value in shown)
             if (updated_ms > ended_ms and total and free == total) or time.monotonic() > until:
                 return free, total
             time.sleep(FRAME)
 
     def report(self, rows: list[Row], free: int, total: int) -> None:
-        """The last table and the line under it."""
+        """Print the final table and a summary line."""
         self.say("")
         self.console.print(summary(rows))
         tokens = sum(row.tokens for row in rows)
@@ -195,7 +195,7 @@ class _Demo:
 
 
 def _follow(job: Job, row: Row) -> None:
-    """Write into `row` what the job's stream says, to its end."""
+    """Read a job's stream to its end, into `row`."""
     try:
         for event in job.stream():
             match event:
@@ -205,19 +205,19 @@ def _follow(job: Job, row: Row) -> None:
                     row.text += event.text
                 case FinalEvent(result=result):
                     row.end(event.status.value, result or job.result(timeout=5))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the main thread must hear of it
+    except Exception as error:  # noqa: BLE001 - the main thread must see every error
         row.lose(f"{type(error).__name__}: {error}")
 
 
 def _complaints(rows: list[Row], free: int, total: int, status: int) -> list[str]:
-    """What is not as it should be, one sentence each."""
-    said = []
+    """Return what went wrong, a sentence for each fault."""
+    found = []
     for row in rows:
         wanted = "cancelled" if row.name == ENDLESS else "succeeded"
         if row.state != wanted:
-            said.append(f"{row.name} ended as {row.state}, not {wanted}" + (f" ({row.error})" if row.error else ""))
+            found.append(f"{row.name} ended as {row.state}, not {wanted}" + (f" ({row.error})" if row.error else ""))
     if not total or free != total:
-        said.append(f"{free} of {total} KV blocks are free")
+        found.append(f"{free} of {total} KV blocks are free")
     if status != 0:
-        said.append(f"the worker ended with status {status}")
-    return said
+        found.append(f"the worker ended with status {status}")
+    return found

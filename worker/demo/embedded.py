@@ -1,4 +1,4 @@
-"""A Redis without a Redis: fakeredis' TCP server in a process of its own, for the demo and for quick tests."""
+"""An embedded Redis: fakeredis' TCP server in a process of its own, for the demo and for quick tests."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ sys.stdin.read()  # until the parent closes it, or dies
 
 
 class EmbeddedRedisError(RuntimeError):
-    """The embedded server did not come up."""
+    """The embedded server did not start."""
 
 
 @contextlib.contextmanager
 def embedded_redis() -> Iterator[str]:
-    """Run the server for the length of the block; yields its URL once it listens. It dies with this process.
+    """Run the server for the length of the block; yields its URL once it listens. It ends with this process.
 
     Raises:
-        EmbeddedRedisError: it did not start; fakeredis[lua] may not be installed.
+        EmbeddedRedisError: the server did not start, perhaps because fakeredis[lua] is not installed.
     """
     if importlib.util.find_spec("fakeredis") is None:
         raise EmbeddedRedisError(

@@ -1,4 +1,4 @@
-"""What `tokenmill demo` shows: a live table on a terminal, plain lines elsewhere, and the last table."""
+"""The output of `tokenmill demo`: a live table on a terminal, plain lines elsewhere, and the final table."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ STYLES = {
 
 @dataclass
 class Row:
-    """One request as its reader sees it. Its reader thread alone writes it."""
+    """One request of the demo. Written only by the thread that reads its stream."""
 
     name: str
     question: str
     states: list[str] = field(default_factory=lambda: ["queued"])
-    """All so far; appended to last, so that whoever sees a state sees what goes with it."""
+    """All states so far; appended after the other fields are set, so that a state is never seen without them."""
     text: str = ""
     tokens: int = 0
     """Output tokens, from the result."""
     first_token_ms: float | None = None
-    """From the enqueueing to the first token, as the worker measured it."""
+    """Time from the submit to the first token, measured by the worker."""
     error: str | None = None
     started_at: float | None = None
-    """`time.monotonic()` at the first sign of a worker."""
+    """`time.monotonic()` when a worker started the job."""
     ended_at: float = 0.0
 
     def restart(self) -> None:
-        """A worker begins the text."""
+        """Note that a worker starts the text, perhaps again."""
         self.text = ""
         self.started_at = self.started_at or time.monotonic()
         self.states.append("running")
 
     def end(self, state: str, result: Result) -> None:
-        """The job has its result."""
+        """Note the job's result."""
         self.tokens = result.usage.completion_tokens or 0
         self.first_token_ms = result.timings.first_token_ms
         self.text = result.text or self.text
@@ -59,7 +59,7 @@ class Row:
         self.states.append(state)
 
     def lose(self, error: str) -> None:
-        """Its stream cannot be followed any more."""
+        """Note that the job's stream cannot be read any more."""
         self.error, self.ended_at = error, time.monotonic()
         self.states.append("lost")
 
@@ -72,25 +72,25 @@ class Row:
         return self.state not in ("queued", "running")
 
     def tail(self, width: int) -> str:
-        """The end of the text as one line of at most `width` characters."""
+        """Return the end of the text as one line of at most `width` characters."""
         line = " ".join(self.text.split())
         return line if len(line) <= width else "…" + line[1 - width :]
 
 
 class View:
-    """Shows rows while they change."""
+    """Shows the rows while they change."""
 
     def __init__(self, console: Console, rows: list[Row]) -> None:
         self._console = console
         self._rows = rows
         self._printed = dict.fromkeys((row.name for row in rows), 0)
-        """How many states of each row, where lines are printed."""
+        """Row → number of its states that were printed as lines."""
         self._start = time.monotonic()
         self._live: Live | None = None
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Live on a terminal for the length of the block; elsewhere `refresh` prints what changed."""
+        """Show a live table for the length of the block on a terminal; elsewhere `refresh` prints changes as lines."""
         if not self._console.is_terminal:
             yield
             return
@@ -98,7 +98,7 @@ class View:
             yield
 
     def refresh(self) -> None:
-        """Draw the rows as they are now."""
+        """Show the rows as they are now."""
         if self._live is not None:
             self._live.refresh()
             return
@@ -122,7 +122,7 @@ class View:
 
 
 def summary(rows: list[Row]) -> Table:
-    """The last table: per request its status, tokens and first-token time."""
+    """Return the final table: status, tokens and time to the first token of each request."""
     table = Table(box=None, pad_edge=False)
     table.add_column("request", no_wrap=True)
     table.add_column("status", no_wrap=True)

@@ -1,1 +1,1 @@
-"""What the worker knows of the jobs that it holds, and their way in and out."""
+"""The jobs that this worker holds: their state, their requests, their results."""

@@ -1,4 +1,4 @@
-"""The defaults of a job's sampling: what the model's makers suggest, as far as a body might say the same."""
+"""Default sampling parameters of a job: the values of the model's generation config that a body could set as well."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What counts for a job that does not say otherwise."""
+    """Values for jobs whose body does not set them."""
 
     sampling: dict[str, Any] = field(default_factory=dict)
-    """By the keys of a body; what is missing has OpenAI's default."""
+    """Key of the body → value; keys that are missing have OpenAI's default."""
     stop: tuple[str, ...] = ()
-    """Stop strings of every job, beside its own."""
+    """Stop strings of every job, in addition to its own."""
     bans: Bans | None = None
-    """Ids that are never drawn."""
+    """Token ids that are never sampled."""
 
     @classmethod
     def of(cls, generation: Any) -> Defaults:
-        """Check what the makers suggest by the rules of a body. What a body could not say is left out, with a warning.
+        """Check the model's values by the rules of a body. Values that no body could have are ignored with a warning.
 
         Args:
             generation: `engine.models.generation.GenerationDefaults`.
@@ -46,7 +46,7 @@ class Defaults:
             sequences=tuple(word for word in words if len(word) > 1),
         )
         for key in getattr(generation, "not_applied", ()):
-            log.warning("generation_config_ignored", file=_FILE, key=key, reason="this worker does not apply it")
+            log.warning("generation_config_ignored", file=_FILE, key=key, reason="this worker does not support the key")
         return cls(
             {key: value for key, value in sampling.items() if value is not None},
             (stop,) if isinstance(stop, str) else tuple(stop),
@@ -55,7 +55,7 @@ class Defaults:
 
 
 def _words(generation: Any) -> list[tuple[int, ...]]:
-    """Sequences of ids that must not appear; an end of text alone is none, as in transformers."""
+    """Return the token sequences that must not be generated; an end-of-text id alone is ignored, as in transformers."""
 
     def check(value: Any) -> list[tuple[int, ...]]:
         if not isinstance(value, list):
@@ -68,7 +68,7 @@ def _words(generation: Any) -> list[tuple[int, ...]]:
 
 
 def _checked(generation: Any, key: str, rule: str) -> Any:
-    """The value of a key, checked as the key `rule` of a body is."""
+    """Return the value of a key, checked like the key `rule` of a body; None if it is missing or wrong."""
     return _tried(generation, key, lambda value: check_value(rule, value))
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities as JSON: the shape of OpenAI's chat API, with the id of every token beside its text.
+"""Log-probabilities as JSON, in the shape of OpenAI's chat API, with the id of every token added.
 
 {"content": [{"token": " the", "token_id": 260, "logprob": -0.3, "bytes": [32, 116, 104, 101], "top_logprobs": []}]}
 """
@@ -11,33 +11,34 @@ from typing import Any
 from engine.outputs import Logprob, TokenLogprobs
 
 LEAST = -9999.0
-"""Written for anything lower: JSON knows no infinity."""
+"""Written instead of lower values, since JSON has no infinity."""
 
 Entry = dict[str, Any]
 
 
 class LogprobsWriter:
-    """Knows what bytes an id stands for. Any thread may use it."""
+    """Formats log-probabilities. Any thread may use it."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        """`token_bytes`: returns the bytes that a token id stands for."""
         self._token_bytes = token_bytes
 
     def content(self, logprobs: Iterable[TokenLogprobs]) -> Entry:
-        """Of output tokens, in order."""
-        return {"content": [self._entry(one) for one in logprobs]}
+        """Format the log-probabilities of output tokens, in order."""
+        return {"content": [self._entry(token) for token in logprobs]}
 
     def prompt(self, logprobs: Sequence[TokenLogprobs | None]) -> list[Entry | None]:
-        """Of the tokens of a prompt; the first has no probability and is null."""
-        return [None if one is None else self._entry(one) for one in logprobs]
+        """Format the log-probabilities of a prompt's tokens; the first token has none, and is null."""
+        return [None if token is None else self._entry(token) for token in logprobs]
 
-    def _entry(self, one: TokenLogprobs) -> Entry:
-        return {**self._token(one.chosen), "top_logprobs": [self._token(other) for other in one.top]}
+    def _entry(self, token: TokenLogprobs) -> Entry:
+        return {**self._token(token.chosen), "top_logprobs": [self._token(alternative) for alternative in token.top]}
 
-    def _token(self, one: Logprob) -> Entry:
-        raw = self._token_bytes(one.token_id)
+    def _token(self, token: Logprob) -> Entry:
+        raw = self._token_bytes(token.token_id)
         return {
             "token": raw.decode(errors="replace"),
-            "token_id": one.token_id,
-            "logprob": one.logprob if one.logprob > LEAST else LEAST,
+            "token_id": token.token_id,
+            "logprob": token.logprob if token.logprob > LEAST else LEAST,
             "bytes": list(raw),
         }

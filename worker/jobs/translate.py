@@ -1,4 +1,4 @@
-"""From an entry of a lane to a `Request` of the engine; whatever a sender can get wrong ends here, as a `JobError`."""
+"""Turns an entry of a lane into a `Request` of the engine; every mistake of a producer ends here, as a `JobError`."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.request import GrammarError, InvalidRequest, PromptTooLong, Request, SamplingParams
+from engine.request import GrammarError, GrammarUndecided, InvalidRequest, PromptTooLong, Request, SamplingParams
 from tokenmill.protocol.body import Body, parse_body
 from tokenmill.protocol.callback import AllowList, CallbackError
 from tokenmill.protocol.errors import ErrorCode, JobError
 from tokenmill.protocol.job import JobEntry
 from worker.jobs.defaults import Defaults
-from worker.jobs.held import Job, Structure
+from worker.jobs.job import Job, Structure
 from worker.settings import Settings
 
 if TYPE_CHECKING:
     from engine.sampling.structured import Grammar
 
 LONGEST_TOKEN = 256
-"""Bytes of text that one token may stand for; what is longer than the context at that rate is not even tokenised."""
+"""Bytes of text that one token may stand for: a prompt too long for the context at that rate is not tokenised."""
 
 MAX_LOGPROBS = 1_000_000
-"""Log-probabilities that one result may hold, of all choices and of the prompt: about 100 MB of JSON."""
+"""Most log-probabilities in one result, of all choices and of the prompt: about 100 MB of JSON."""
 
 
 class TokenizerLike(Protocol):
-    """What the worker needs of `engine.models.chat.Tokenizer`."""
+    """The part of `engine.models.chat.Tokenizer` that the worker uses."""
 
     def encode(self, text: str) -> list[int]: ...
     def encode_chat(self, messages: Any, tools: Any = None, **template_kwargs: Any) -> list[int]: ...
@@ -34,13 +34,14 @@ class TokenizerLike(Protocol):
 
 
 class Compiler(Protocol):
-    """What the worker needs of `engine.sampling.structured.GrammarCompiler`."""
+    """The part of `engine.sampling.structured.GrammarCompiler` that the worker uses."""
 
     def compile(self, kind: Any, spec: Any) -> Grammar: ...
+    def check(self) -> None: ...
 
 
 class ModelLike(Protocol):
-    """What the worker needs of `engine.models.loading.LoadedModel`."""
+    """The part of `engine.models.loading.LoadedModel` that the worker uses."""
 
     @property
     def name(self) -> str: ...
@@ -53,17 +54,17 @@ class ModelLike(Protocol):
 
 
 class Limits(Protocol):
-    """The two pure methods of the engine."""
+    """The two methods of the engine that any thread may call."""
 
     def limit_tokens(self, prompt_tokens: int, asked: int | None) -> int: ...
     def validate(self, request: Request) -> None: ...
 
 
 class Translator:
-    """Knows the model's defaults and limits. Pure: any thread may call it."""
+    """Applies the model's defaults and limits. Any thread may call it."""
 
     def __init__(self, settings: Settings, engine: Limits, model: ModelLike, chat_error: type[Exception]) -> None:
-        """`chat_error`: what the tokenizer raises when a template refuses its messages; it begins with the key."""
+        """`chat_error`: raised by the tokenizer when it refuses messages; its text begins with the key of the body."""
         self.served = settings.served_model_name or (model.name,)
         self._settings = settings
         self._callbacks = AllowList.of(settings.callback_hosts)
@@ -74,24 +75,32 @@ class Translator:
         self._chat_error = chat_error
 
     def request(self, job: Job, entry: JobEntry, priority: int, deadline: float | None) -> Request:
-        """Read the body and build the request; notes on `job` what its result will report.
+        """Read the body and build the request; sets in `job.options` what the result will report.
 
-        Where `job.structure` is set, the request still lacks the `grammar` of it.
+        Args:
+            job: the job that `entry` became.
+            entry: the well-formed entry; its body is not parsed yet.
+            priority: 0 for the highest lane.
+            deadline: `time.monotonic()` at which the job expires, or None.
+
+        If `job.options.structure` is set, the caller still has to compile it into the request's `grammar`.
 
         Raises:
-            JobError: with the code for the job's sender.
+            JobError: the producer's mistake, with the code of the wire protocol.
         """
         if entry.callback is not None:
             self._check_callback(entry.callback)
         if deadline is not None and deadline <= time.monotonic():
-            raise JobError(ErrorCode.DEADLINE_EXCEEDED, f"ttl_ms: {entry.ttl_ms} ms were over before the job was read")
+            raise JobError(
+                ErrorCode.DEADLINE_EXCEEDED, f"ttl_ms: the {entry.ttl_ms} ms ran out before the job was read"
+            )
         body = parse_body(entry.body, self._settings.max_body_bytes)
         self._check_supported(body)
-        job.token_ids = bool(body.return_token_ids)
-        job.structure = _structure(body)
+        job.options.token_ids = bool(body.return_token_ids)
+        job.options.structure = _structure(body)
         try:
             prompt = self._prompt(body)
-            job.prompt_tokens = len(prompt)
+            job.options.prompt_tokens = len(prompt)
             request = Request(
                 id=job.handle,
                 prompt=prompt,
@@ -110,7 +119,7 @@ class Translator:
         return request
 
     def callback(self, url: str | None) -> str | None:
-        """Return `url` where a job may name it, else None."""
+        """Return `url` if `--callback-hosts` allows it, else None."""
         if url is None:
             return None
         try:
@@ -120,7 +129,7 @@ class Translator:
         return url
 
     def check(self) -> None:
-        """Tokenise a small fixed prompt; raises whatever the tokenizer raises, which is then no job's fault."""
+        """Tokenise a small fixed prompt; raises what the tokenizer raises, which is then the fault of no job."""
         self._tokenizer.encode("Hello")
 
     def _check_callback(self, url: str) -> None:
@@ -134,16 +143,24 @@ class Translator:
             raise JobError(ErrorCode.MODEL_MISMATCH, f"model: this worker serves {', '.join(self.served)}")
 
     def grammar(self, structure: Structure) -> Grammar:
-        """Compile what a text must match; may take seconds, so not for a thread that others wait for.
+        """Compile a grammar. May take seconds, so it must not run on a thread that jobs wait for.
 
         Raises:
-            JobError: it is not a grammar, or uses what is not supported.
+            JobError: it is not a grammar, or uses a feature that is not supported.
             GrammarUndecided: this worker could not find out; the job is not at fault.
         """
         try:
             return self._model.grammars.compile(structure.kind, structure.spec)
         except (GrammarError, ValueError) as error:
             raise JobError(ErrorCode.INVALID_REQUEST, f"{structure.key}: {error}") from None
+
+    def can_compile(self) -> bool:
+        """Return whether a small fixed grammar can be compiled; if not, no job's grammar is to blame."""
+        try:
+            self._model.grammars.check()
+        except GrammarUndecided:
+            return False
+        return True
 
     def _prompt(self, body: Body) -> Sequence[int]:
         if isinstance(body.prompt, list):
@@ -160,24 +177,24 @@ class Translator:
             raise JobError(ErrorCode.INVALID_REQUEST, str(error)) from None
 
     def _check_length(self, size: int) -> None:
-        """Refuse what cannot fit before a tokenizer spends seconds on it."""
+        """Refuse a prompt that cannot fit, before the tokenizer spends seconds on it; `size` in bytes."""
         try:
             self._engine.limit_tokens(size // LONGEST_TOKEN, None)
         except PromptTooLong:
             raise JobError(
-                ErrorCode.PROMPT_TOO_LONG, f"prompt: its {size} bytes cannot fit into this worker's context"
+                ErrorCode.PROMPT_TOO_LONG, f"prompt: {size} bytes cannot fit into this worker's context"
             ) from None
 
     def _params(self, job: Job, body: Body, prompt_tokens: int) -> SamplingParams:
-        """The body's values, then the model's generation config, then OpenAI's defaults."""
-        room = self._engine.limit_tokens(prompt_tokens, self._settings.max_output_tokens)
+        """Build the sampling parameters: the body's values, else the model's generation config's, else OpenAI's."""
+        most = self._engine.limit_tokens(prompt_tokens, self._settings.max_output_tokens)
         asked = body.output_limit
-        limit = room if asked is None else min(asked, room)
+        limit = most if asked is None else min(asked, most)
         least = min(body.min_tokens or 0, limit)
         if asked is not None and limit < asked:
-            job.clamped["max_tokens"] = limit
+            job.options.clamped["max_tokens"] = limit
         if least < (body.min_tokens or 0):
-            job.clamped["min_tokens"] = least
+            job.options.clamped["min_tokens"] = least
         top_k = self._default(body, "top_k", 0)
         return SamplingParams(
             max_tokens=limit,
@@ -222,6 +239,6 @@ def _check_logprobs(request: Request) -> None:
         entries += len(request.prompt) * (params.prompt_logprobs + 1)
     if entries * params.n > MAX_LOGPROBS:
         raise InvalidRequest(
-            f"logprobs: prompt, max_tokens and n could give {entries * params.n} of them, at most {MAX_LOGPROBS} are "
-            "accepted"
+            f"logprobs: prompt, max_tokens and n could give {entries * params.n} log-probabilities, at most "
+            f"{MAX_LOGPROBS} are allowed"
         )

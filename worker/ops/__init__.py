@@ -1,1 +1,1 @@
-"""What operators see, and what threads and connections share."""
+"""What operators see (metrics, health, logs, exit statuses), and what threads and Redis connections share."""

@@ -1,4 +1,4 @@
-"""The HTTP port of a worker: `/healthz`, `/readyz`, `/metrics`. Off unless `--http-port` is given."""
+"""The HTTP port of a worker: `/healthz`, `/readyz`, `/metrics`. Opened only with `--http-port`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from worker.ops.threads import Fatal
 log = structlog.get_logger()
 
 REDIS_READY_SECONDS = 5.0
-"""A worker that has not heard from Redis for so long is not ready."""
+"""A worker is not ready if Redis has not answered for so long."""
 ENGINE_READY_SECONDS = 30.0
-"""Nor is one whose engine has been in one step for so long."""
+"""A worker is not ready if one engine step has taken so long."""
 IDLE_SECONDS = 5.0
-"""How long a connection may be silent."""
+"""How long a connection may be silent before it is closed."""
 
 
 def not_ready(loop: EngineLoop | None, contact: Contact, draining: bool, stall_seconds: float) -> str | None:
-    """Why a worker can do no work now, None where it can. No loop: the model is not loaded."""
+    """Return why a worker can do no work now, None if it can; `loop` is None until the model is loaded."""
     now = time.monotonic()
     if loop is None:
         return "the model is being loaded"
@@ -46,17 +46,17 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
-        """Listen on the first address of `host`.
+        """Listen on the first address that `host` resolves to.
 
         Raises:
-            OSError: the host is unknown or of another machine, or the port is taken.
+            OSError: the host is unknown or no address of this machine, or the port is taken.
         """
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, _, _, _, address = found[0]
         super().__init__((str(address[0]), port), handler)
 
     def server_bind(self) -> None:
-        """Bind without the look-up of the host's name that http.server does; `::` takes IPv4, too."""
+        """Bind without http.server's look-up of the host's name; `::` accepts IPv4 connections, too."""
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         socketserver.TCPServer.server_bind(self)
@@ -68,15 +68,19 @@ class _Server(ThreadingHTTPServer):
 
 
 class Health:
-    """A server on a thread of its own; a failing probe is an answer, never an exception in the worker."""
+    """An HTTP server on a thread of its own; an error while it answers never reaches the worker."""
 
     def __init__(
         self, port: int, not_ready: Callable[[], str | None], metrics: Callable[[], bytes], host: str = "127.0.0.1"
     ) -> None:
-        """`not_ready`: why no work can be done now, None where it can. Port 0 takes a free one.
+        """Open the port; 0 takes a free one.
+
+        Args:
+            not_ready: returns why the worker can do no work now, None if it can.
+            metrics: returns Prometheus' text format.
 
         Raises:
-            Fatal: the port is taken, or the host is none of this machine.
+            Fatal: the port is taken, or the host is no address of this machine.
         """
         self._not_ready = not_ready
         self._metrics = metrics
@@ -91,11 +95,12 @@ class Health:
         log.info("http_listening", host=self._server.server_name, port=self.port)
 
     def close(self) -> None:
+        """Close the port."""
         self._server.shutdown()
         self._server.server_close()
 
     def answer(self, path: str) -> tuple[int, str, bytes]:
-        """Status, content type and body of a GET."""
+        """Return status, content type and body for the path of a GET."""
         match path.partition("?")[0]:
             case "/healthz":
                 return 200, "text/plain", b"ok\n"
@@ -106,7 +111,7 @@ class Health:
                 )
             case "/metrics":
                 return 200, CONTENT_TYPE_LATEST, self._metrics()
-        return 404, "text/plain", b"there are /healthz, /readyz and /metrics\n"
+        return 404, "text/plain", b"not found; the paths are /healthz, /readyz and /metrics\n"
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         health = self
@@ -117,7 +122,7 @@ class Health:
             def do_GET(self) -> None:
                 try:
                     status, kind, body = health.answer(self.path)
-                except Exception as error:  # a probe is answered whatever breaks behind it
+                except Exception as error:  # a probe gets an answer whatever breaks
                     log.exception("probe_failed", path=self.path[:80])
                     status, kind, body = 500, "text/plain", f"{type(error).__name__}\n".encode()
                 self.send_response(status)
@@ -127,6 +132,6 @@ class Health:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Probes are not worth a line."""
+                """Log nothing for a request."""
 
         return Handler

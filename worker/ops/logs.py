@@ -1,8 +1,8 @@
-"""Logging of the worker process: structlog to stderr, as a console or as JSON lines; prompts and texts never go in.
+"""Logging of the worker process: structlog to stderr, as console lines or JSON lines, without prompts and outputs.
 
 Every line is an event of a fixed name with fields: `id` of the job, `code` of the wire protocol, `message`. Its level
-says who must act: info where nobody must or the job's sender, warning where a worker was lost or Redis is away, error
-where the engine or a thread failed. docs/reference.md lists the events.
+says who must act: info if nobody must, or only the job's producer; warning if a worker was lost or Redis is away; error
+if the engine or a thread failed. docs/reference.md lists the events.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 import structlog
 
 from tokenmill.protocol.errors import ErrorCode
-from worker.jobs.held import Job
+from worker.jobs.job import Job
 
 log = structlog.get_logger()
 
@@ -23,32 +23,33 @@ _LEVELS = {
     ErrorCode.OUT_OF_MEMORY: logging.ERROR,
     ErrorCode.WORKER_LOST: logging.WARNING,
 }
-"""Of a failure; all other codes are the sender's fault."""
+"""Error code → level of the event; all other codes are the producer's fault, and logged at info."""
 
 
 def failure_level(code: ErrorCode | str, cause: ErrorCode | str | None) -> int:
-    """The level of a failed job: by the cause where it was given up."""
+    """Return the level at which a failed job is logged; `cause`: why it failed the last time, if it was given up."""
     return _LEVELS.get(ErrorCode(cause or code), logging.INFO)
 
 
 def job_lost(job: Job) -> None:
-    """A job that this worker held is another's now, or its entry was deleted."""
-    log.warning(
-        "job_lost",
-        id=job.id,
-        lane=job.lane,
-        entry=job.entry,
-        message="another worker has taken the job over, or its entry was deleted; this worker drops it",
-    )
+    """Log that this worker no longer holds a job's entry."""
+    message = "another worker has taken the job over, or its entry was deleted; this worker drops it"
+    log.warning("job_lost", **job.log_fields, message=message)
+
+
+def job_duplicate(job: Job) -> None:
+    """Log that a job's id has been used by another entry."""
+    message = "the id has its result already, or another entry with this id is queued or running; this entry is deleted"
+    log.info("job_duplicate", **job.log_fields, message=message)
 
 
 def without_none(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Leave out the fields that are not known."""
+    """Leave out the fields that are None; a structlog processor."""
     return {name: value for name, value in event.items() if value is not None}
 
 
 def configure(shape: Literal["console", "json"], level: str) -> None:
-    """Set up structlog for this process."""
+    """Set up structlog for this process: the shape of the lines, and the least severe level that is logged."""
     render: structlog.typing.Processor = (
         structlog.processors.JSONRenderer()
         if shape == "json"

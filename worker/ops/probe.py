@@ -1,8 +1,8 @@
-"""`python -m worker.ops.probe`: can the worker on this machine do work now? For the health checks of containers.
+"""`python -m worker.ops.probe`: tells whether the worker on this machine is ready, for health checks of containers.
 
-Asks `/readyz` on the port of `TOKENMILL_HTTP_PORT` at `TOKENMILL_HTTP_HOST`, or at loopback where that stands for all
-addresses. Exit 0: ready; 1: not, and why; 2: the variable is wrong.
-Only the standard library, since it runs every few seconds; no proxy of the environment is asked.
+Reads `/readyz` on port `TOKENMILL_HTTP_PORT` of `TOKENMILL_HTTP_HOST`, or of loopback if that is unset or means all
+addresses. Exit status 0: ready; 1: not ready, with the reason on stdout; 2: the variable is wrong.
+Imports only the standard library, since it runs every few seconds; proxies of the environment are not used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LOOPBACK = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def probe(port: int, host: str = "127.0.0.1") -> tuple[bool, str]:
-    """Whether the worker behind `port` of this machine is ready, and what it says."""
+    """Return whether the worker at `host` and `port` is ready, and its answer."""
     connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
     try:
         connection.request("GET", "/readyz")
@@ -29,7 +29,7 @@ def probe(port: int, host: str = "127.0.0.1") -> tuple[bool, str]:
 
 
 def main() -> int:
-    """Print the answer; the exit status."""
+    """Print the answer, and return the exit status."""
     port = os.environ.get("TOKENMILL_HTTP_PORT", "")
     if not port.isdecimal() or not 0 < int(port) < 65536:
         print("TOKENMILL_HTTP_PORT must be the port of a worker's --http-port", file=sys.stderr)

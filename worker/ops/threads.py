@@ -1,4 +1,4 @@
-"""Threads that cannot die in silence, and the main thread's mailbox."""
+"""The worker's threads, whose death is never silent, and the main thread's mailbox."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import structlog
@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 
 
 class Fatal(Exception):
-    """Ends the worker with the given exit status."""
+    """Raised to end the worker with an exit status."""
 
     def __init__(self, status: Exit, message: str) -> None:
         self.status = status
@@ -28,23 +28,23 @@ class Fatal(Exception):
 
     @classmethod
     def refused(cls, error: RedisError) -> Self:
-        """Redis does not take our credentials, or not any more."""
+        """Make the error of a Redis that refuses this worker's credentials."""
         return cls(
             Exit.REFUSED,
-            f"Redis refuses the worker's credentials: {error}; check the user, the password and the rights in --redis",
+            f"Redis refuses the worker's credentials: {error}; check user, password and rights of the user in --redis",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The worker shall end; `status` is what its process returns."""
+    """The worker has to end; `status` is the exit status of its process."""
 
     status: Exit
 
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """A SIGTERM or SIGINT came in."""
+    """A SIGTERM or SIGINT arrived."""
 
     number: int
 
@@ -58,7 +58,7 @@ Note = Stop | Signal | Ready
 
 
 class Mailbox:
-    """What the main thread sleeps on. `put` may be called in a signal handler: a SimpleQueue's put is re-entrant."""
+    """The queue that the main thread sleeps on. Signal handlers may call `put`, since a SimpleQueue's is re-entrant."""
 
     def __init__(self) -> None:
         self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
@@ -67,15 +67,51 @@ class Mailbox:
         self._notes.put(note)
 
     def get(self, timeout: float | None = None) -> Note | None:
-        """The next note, or None after `timeout` seconds."""
+        """Return the next note, or None after `timeout` seconds."""
         try:
             return self._notes.get(timeout=timeout)
         except queue.Empty:
             return None
 
 
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """Events that end the threads, in the order in which the main thread sets them."""
+
+    intake: threading.Event = field(default_factory=threading.Event)
+    engine: threading.Event = field(default_factory=threading.Event)
+    publisher: threading.Event = field(default_factory=threading.Event)
+    rest: threading.Event = field(default_factory=threading.Event)
+    """Of keeper and canceller; the starter is ended by `Starter.stop`."""
+
+
+class Threads:
+    """The threads of a worker, by name."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        """`mailbox`: notified when a thread dies."""
+        self._mailbox = mailbox
+        self._threads: dict[str, threading.Thread] = {}
+
+    def spawn(self, name: str, target: Callable[[], None]) -> None:
+        """Start a thread that runs `target`."""
+        self._threads[name] = spawn(name, target, self._mailbox)
+
+    def join(self, name: str, seconds: float) -> None:
+        """Wait up to `seconds` for a thread to end, if it was started."""
+        thread = self._threads.get(name)
+        if thread is not None:
+            thread.join(seconds)
+            if thread.is_alive():
+                log.warning("thread_still_runs", thread=name)
+
+    @property
+    def any_alive(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads.values())
+
+
 def spawn(name: str, target: Callable[[], None], mailbox: Mailbox) -> threading.Thread:
-    """Start a daemon thread whose death by an exception is logged and ends the worker."""
+    """Start a daemon thread; an exception that ends it is logged, and ends the worker through `mailbox`."""
 
     def end(error: Fatal) -> None:
         log.error("worker_failed", thread=name, status=int(error.status), message=str(error))
@@ -99,7 +135,7 @@ def spawn(name: str, target: Callable[[], None], mailbox: Mailbox) -> threading.
 
 
 def cpu_seconds(names: Collection[str]) -> dict[str, float]:
-    """CPU time of the process by thread: those of `names`, and `other`: all the rest, OpenMP's threads among them."""
+    """Return CPU seconds by thread name; `other` are all threads that are not in `names`, such as OpenMP's."""
     spent = dict.fromkeys(names, 0.0)
     for thread in threading.enumerate():
         name = "main" if thread is threading.main_thread() else thread.name

@@ -1,1 +1,1 @@
-"""One file a thread or script of the queue's side: intake, sweeper, gate, publisher, keeper, canceller, quarantine."""
+"""The threads between Redis and the engine. A file, its class and its thread share a name."""

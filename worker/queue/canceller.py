@@ -1,4 +1,4 @@
-"""The cancellation thread: one MGET of the cancel keys of all held jobs, every poll."""
+"""The canceller's thread: reads the cancel keys of all held jobs with one MGET, every poll."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import time
 import redis
 
 from tokenmill.protocol.keys import Keys
+from worker.inbox import Cancel, Inbox
 from worker.jobs.held import Held
-from worker.loop import Cancel, EngineLoop
 from worker.ops.links import Contact, passing
 
 _REASON_BYTES = 256
 
 
 class Canceller:
-    """Tells the engine of every held job whose cancel key exists.
+    """Tells the engine to cancel every held job whose cancel key exists.
 
-    It says so again at each poll until the job has ended: a message that overtakes its job's own way into the engine
-    is lost on nobody.
+    The message is sent again at each poll until the job has ended, since it may reach the engine before the job does.
     """
 
     def __init__(
@@ -27,7 +26,7 @@ class Canceller:
         client: redis.Redis,
         keys: Keys,
         held: Held,
-        loop: EngineLoop,
+        inbox: Inbox,
         contact: Contact,
         stop: threading.Event,
         poll_s: float,
@@ -35,7 +34,7 @@ class Canceller:
         self._client = client
         self._keys = keys
         self._held = held
-        self._loop = loop
+        self._inbox = inbox
         self._contact = contact
         self._stop = stop
         self._poll_s = poll_s
@@ -51,15 +50,14 @@ class Canceller:
                 self._contact.failed("cancel", error)
 
     def poll(self) -> None:
-        """One look at all cancel keys."""
+        """Read all cancel keys once."""
         jobs = self._held.all()
         if not jobs:
             return
         for job, reason in zip(jobs, self._client.mget([self._keys.cancel(job.id) for job in jobs]), strict=True):
             if reason is not None:
-                job.cancel_reason = _text(reason)
-                job.cancel_seen_at = job.cancel_seen_at or time.monotonic()
-                self._loop.post(Cancel(job.handle))
+                job.note_cancel(_text(reason), seen_at=time.monotonic())
+                self._inbox.post(Cancel(job.handle))
 
 
 def _text(reason: bytes | str) -> str:

@@ -1,7 +1,8 @@
-"""The intake's thread: reads no more than there is room for, and turns entries into requests."""
+"""The intake's thread: reads as many entries as may wait here, and turns them into requests."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -15,15 +16,18 @@ from engine.request import GrammarUndecided, Request
 from tokenmill.protocol.errors import ErrorCode, JobError
 from tokenmill.protocol.job import identify, parse_entry
 from tokenmill.protocol.keys import GROUP, LANES
-from tokenmill.protocol.meta import is_on
+from tokenmill.protocol.meta import paused
 from tokenmill.protocol.scripts import Delivery, Ref, Scripts
-from worker.jobs.held import Held, Job, Structure
+from worker.inbox import Add, Inbox
+from worker.jobs.held import Held
+from worker.jobs.job import Entry, Job, Options, Structure
 from worker.jobs.results import Answer, kills_readers, no_grammar
 from worker.jobs.translate import Translator
-from worker.loop import Add, EngineLoop
 from worker.ops.exits import Exit
 from worker.ops.links import Contact, RedisClock, no_group, passing
+from worker.ops.telemetry import Telemetry
 from worker.ops.threads import Mailbox, Stop
+from worker.queue.outbox import Outbox
 from worker.queue.quarantine import Quarantine
 from worker.queue.sweeper import Sweeper
 from worker.settings import Settings
@@ -36,19 +40,19 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 COMPILERS = 2
-"""Threads that compile grammars while their jobs wait and others are read."""
+"""Threads that compile grammars, so that further jobs are read meanwhile."""
 GRAMMAR_PAUSES = (0.5, 2.0, 8.0)
-"""Seconds before each new try of a grammar, where the process that tries them failed."""
+"""Seconds before each new try of a grammar, if the process that tries grammars failed."""
 LOGGED_BYTES = 64 * 1024
-"""Of a body, with `--log-prompts`."""
+"""Bytes of a body that `--log-prompts` logs at most."""
 GIVE_WAY = 16
-"""Waiting jobs at most that are handed back at once because no worker holds higher ones."""
+"""Most waiting jobs that are handed back in one go because no worker holds jobs of a higher lane."""
 PAUSE_SECONDS = 0.2
-"""Between two looks at a paused or unreachable queue."""
+"""Between two tries of a paused or unreachable queue."""
 
 
 class Intake:
-    """The only one that adds to the registry of held jobs, so that no two count the same free place."""
+    """Adds jobs to the registry; no other thread does, so that no free place is used twice."""
 
     def __init__(
         self,
@@ -56,7 +60,9 @@ class Intake:
         scripts: Scripts,
         blocking: redis.Redis,
         held: Held,
-        loop: EngineLoop,
+        inbox: Inbox,
+        outbox: Outbox,
+        telemetry: Telemetry,
         translator: Translator,
         sweeper: Sweeper,
         quarantine: Quarantine,
@@ -66,15 +72,21 @@ class Intake:
         stop: threading.Event,
         give_back: Callable[[list[Job]], None] = lambda jobs: None,
     ) -> None:
-        """`blocking`: a client for reads that wait; `stop` ends the thread after the read under way.
+        """Connect the parts.
 
-        `give_back`: hands jobs back that still wait.
+        Args:
+            blocking: a client for reads that block.
+            mailbox: notified when the worker has to end: the queue is empty (`--burst`), or the tokenizer is broken.
+            stop: ends the thread after the read under way.
+            give_back: hands waiting jobs back to the queue.
         """
         self._settings = settings
         self._scripts = scripts
         self._blocking = blocking
         self._held = held
-        self._loop = loop
+        self._inbox = inbox
+        self._outbox = outbox
+        self._telemetry = telemetry
         self._translator = translator
         self._sweeper = sweeper
         self._quarantine = quarantine
@@ -83,6 +95,8 @@ class Intake:
         self._mailbox = mailbox
         self._stop = stop
         self._give_back = give_back
+        self.broken: str | None = None
+        """Why this worker cannot read any job, if its tokenizer fails."""
         self._sweep_was_full = False
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
 
@@ -100,7 +114,7 @@ class Intake:
                     self._contact.ok()
             except redis.RedisError as error:
                 if no_group(error):
-                    log.warning("group_missing", message=f"it is created again at 0: {error}")
+                    log.warning("group_missing", message=f"the consumer group is created again at 0: {error}")
                     self._recreate()
                 elif passing(error):
                     self._contact.failed("read", error)
@@ -116,23 +130,23 @@ class Intake:
                 raise
 
     def round(self) -> bool:
-        """One look at the queue: others' abandoned entries first, then new ones, then wait for one.
+        """Take entries over from dead workers, else read new ones, else block until one comes.
 
-        Returns whether Redis was asked anything.
+        Returns whether Redis was called.
         """
-        room = self._held.wait_for_room(self._settings.max_waiting, PAUSE_SECONDS)
-        if room == 0:
-            room = self._make_room()
-        if room == 0:
+        places = self._held.wait_for_place(self._settings.max_waiting, PAUSE_SECONDS)
+        if places == 0:
+            places = self._free_places()
+        if places == 0:
             return False
         sent = time.monotonic()
-        # A sweep that took all places leaves the next ones to new entries: what is handed back again and again, and
-        # looks abandoned in between, must not keep those out for ever.
-        found = [] if self._sweep_was_full else self._sweeper.sweep(room)
-        self._sweep_was_full = len(found) >= room
-        self._loop.telemetry.takeovers.inc(len(found))
+        # After a sweep that took all free places the next places go to new entries: entries that are handed back again
+        # and again, and look abandoned in between, must not keep new ones waiting for ever.
+        found = [] if self._sweep_was_full else self._sweeper.sweep(places)
+        self._sweep_was_full = len(found) >= places
+        self._telemetry.takeovers.inc(len(found))
         if not found:
-            new = self._scripts.read(room)
+            new = self._scripts.read(places)
             if new is None:
                 self._stop.wait(PAUSE_SECONDS)
                 return True
@@ -146,39 +160,42 @@ class Intake:
             self._wait_for_one()
         return True
 
-    def _make_room(self) -> int:
-        """Hand waiting jobs back, the newest of the lowest lane first, where no worker holds jobs of a higher lane.
+    def _free_places(self) -> int:
+        """Hand waiting jobs back for jobs of a higher lane that no worker holds; the newest of the lowest lane first.
 
-        Those are unread, were handed back, or lost their worker. Without a free place they would stay so until a
-        running job has ended. Returns how many places are free then.
+        Jobs that no worker holds are unread, were handed back, or lost their worker. Without a free place here they
+        would wait until a running job ends. Returns the number of free places.
         """
-        waiting = [job for job in self._held.all() if job.may_leave and job.lane != LANES[0]]
+        waiting = [job for job in self._held.all() if job.may_leave and job.entry.lane != LANES[0]]
         if not waiting:
             return 0
         unread, abandoned = self._scripts.unread(GIVE_WAY), self._sweeper.abandoned(GIVE_WAY)
         unheld = [max(counts) for counts in zip(unread, abandoned, strict=True)]
         higher = next((lane for lane, count in enumerate(unheld) if count), len(LANES))
         lower = [job for job in waiting if self._gives_way(job, higher)]
-        lower.sort(key=lambda job: (LANES.index(job.lane), job.ref.place), reverse=True)
+        lower.sort(key=lambda job: (LANES.index(job.entry.lane), job.ref.place), reverse=True)
         if lower:
             self._give_back(lower[: unheld[higher]])
-        return self._held.wait_for_room(self._settings.max_waiting, 0)
+        return self._held.wait_for_place(self._settings.max_waiting, 0)
 
     def _gives_way(self, job: Job, higher: int) -> bool:
-        """Whether a job goes after newcomers of that lane: its lane is lower, and it has not waited past them."""
-        below = LANES.index(job.lane) - higher
+        """Whether a job goes after new jobs of lane `higher`: its lane is lower, and it has not waited too long yet."""
+        below = LANES.index(job.entry.lane) - higher
         return below > 0 and time.monotonic() - job.taken_at < below * self._settings.aging_seconds
 
     def _take_back(self, found: list[Delivery]) -> list[Delivery]:
-        """What was handed back may hold suspects; new entries cannot. The oldest come first, as they did before."""
-        again = [one for one in found if one.again and not self._held.holds(one.lane, one.entry)]
-        again.sort(key=lambda one: (LANES.index(one.lane), Ref(one.lane, one.entry, "").place))
-        self._loop.telemetry.takeovers.inc(len(again))
+        """Order entries that were handed back by age and take suspects out of them, then add the new entries.
+
+        New entries cannot be suspects.
+        """
+        again = [read for read in found if read.again and not self._held.holds(read.lane, read.entry)]
+        again.sort(key=lambda read: (LANES.index(read.lane), Ref(read.lane, read.entry, "").place))
+        self._telemetry.takeovers.inc(len(again))
         self._quarantine.forget_lost()
-        return (self._quarantine.sift(again) if again else []) + [one for one in found if not one.again]
+        return (self._quarantine.sift(again) if again else []) + [read for read in found if not read.again]
 
     def _wait_for_one(self) -> None:
-        """Block on all lanes; each may bring one entry, however many places are free."""
+        """Block until an entry comes; each lane may bring one, however many places are free."""
         keys = self._scripts.keys
         block = self._settings.block_ms if not self._settings.burst else min(100, self._settings.block_ms)
         sent = time.monotonic()
@@ -195,51 +212,55 @@ class Intake:
             self._accept(found, sent)
 
     def _is_over(self) -> bool:
-        """Whether the queue is empty and nothing is held; entries that others hold count as the queue's."""
+        """Whether the queue is empty, entries that other workers hold included, and nothing is held here."""
         pipe = self._scripts.client.pipeline(transaction=False)
         for lane in self._scripts.keys.lanes:
             pipe.xlen(lane)
         return not any(pipe.execute()) and len(self._held) == 0
 
     def _accept(self, found: list[Delivery], sent: float) -> None:
-        """Hold all of them at once, so that their leases are renewed while the first ones are tokenised."""
+        """Turn entries into held jobs, then submit them; `sent`: `time.monotonic()` when their read was sent.
+
+        All are held at once, so that their leases are renewed while the first ones are tokenised.
+        """
         jobs: list[tuple[Job, Delivery]] = []
         nameless: list[Delivery] = []
         for delivery in found:
-            who = identify(delivery.fields)
-            if who is None:
+            job = self._job(delivery, sent)
+            if job is None:
                 nameless.append(delivery)
-            elif not self._held.holds(delivery.lane, delivery.entry):  # else Redis went back in time
-                job = Job(
-                    delivery.lane,
-                    delivery.entry,
-                    who,
-                    body=delivery.fields.get(b"body", b""),
-                    callback=self._translator.callback(who.callback),
-                    max_attempts=self._settings.max_attempts,
-                    lease_until=sent + self._settings.lease_seconds,
-                )
+            elif not self._held.holds(delivery.lane, delivery.entry):  # it may be, if Redis lost its latest writes
                 self._held.add(job)
                 self._quarantine.enter(job)
                 jobs.append((job, delivery))
         self._wait_while_paused()
         for job, delivery in jobs:
-            if self._stop.is_set():  # the main thread hands back what waits
+            if self._stop.is_set():  # the main thread hands back the jobs that wait
                 break
             if self._settings.log_prompts:
-                log.info("job_body", id=job.id, body=job.body[:LOGGED_BYTES].decode("utf-8", "replace"))
+                log.info("job_body", id=job.id, body=job.entry.body[:LOGGED_BYTES].decode("utf-8", "replace"))
             self._submit(job, delivery)
         for delivery in nameless:  # last: if Redis goes away here, a sweep finds them again
             self._reject(delivery)
 
+    def _job(self, delivery: Delivery, sent: float) -> Job | None:
+        """Make a job of an entry; None if the entry has no usable id."""
+        identity = identify(delivery.fields)
+        if identity is None:
+            return None
+        callback = self._translator.callback(identity.callback)
+        entry = Entry(delivery.lane, delivery.entry, identity, delivery.fields.get(b"body", b""), callback)
+        options = Options(max_attempts=self._settings.max_attempts)
+        return Job(entry, options, lease_until=sent + self._settings.lease_seconds)
+
     def _wait_while_paused(self) -> None:
-        """What a blocking read brought just after the queue was paused waits here."""
+        """Keep entries that a blocking read brought just after the queue was paused."""
         while not self._stop.is_set() and self._paused():
             self._stop.wait(PAUSE_SECONDS)
 
     def _paused(self) -> bool:
         try:
-            return is_on(self._scripts.client.hget(self._scripts.keys.meta, "paused"))
+            return paused(self._scripts.client, self._scripts.keys)
         except redis.RedisError as error:
             if not passing(error):
                 raise
@@ -248,7 +269,7 @@ class Intake:
     def _submit(self, job: Job, delivery: Delivery) -> None:
         try:
             if not self._quarantine.may_read(job):
-                self._loop.give(Answer.of(job.handle, kills_readers()))
+                self._outbox.give(Answer.of(job.handle, kills_readers()))
                 return
         except redis.RedisError as error:
             if not passing(error):
@@ -260,33 +281,35 @@ class Intake:
         self._quarantine.was_read(job)
         if request is None:
             return
-        if job.structure is None:
-            self._loop.post(Add(request))
+        if job.options.structure is None:
+            self._inbox.post(Add(request))
         else:
             self._compilers.submit(self._compile, job, request)
 
     def _translate(self, job: Job, delivery: Delivery) -> Request:
         entry = parse_entry(delivery.fields)
-        job.ttl_ms = entry.ttl_ms
+        job.options.ttl_ms = entry.ttl_ms
         if entry.max_attempts is not None:
-            job.max_attempts = min(entry.max_attempts, self._settings.max_attempts)
-            job.strict = True
+            job.options.max_attempts = min(entry.max_attempts, self._settings.max_attempts)
+            job.options.strict = True
         deadline = None if entry.ttl_ms is None else self._clock.deadline(job.ref.added_ms, entry.ttl_ms)
         return self._translator.request(job, entry, LANES.index(delivery.lane), deadline)
 
     def _compile(self, job: Job, request: Request) -> None:
-        """On a thread of the pool. A job that was lost meanwhile is stopped at the gate."""
-        structure = job.structure
+        """Compile a job's grammar, then submit it. On a thread of the pool; the gate stops a job lost meanwhile."""
+        structure = job.options.structure
         if structure is not None and self._held.owns(job):
-            request.grammar = self._try(job, lambda: self._grammar(job, structure))
-            if request.grammar is not None:
-                self._loop.post(Add(request))
+            grammar = self._try(job, lambda: self._grammar(job, structure))
+            if grammar is not None:
+                self._inbox.post(Add(dataclasses.replace(request, grammar=grammar)))
 
     def _grammar(self, job: Job, structure: Structure) -> Grammar | None:
-        """Compile, again after a pause where this worker and not the grammar is at fault; None if the worker stops.
+        """Compile a job's grammar; try again after a pause if this worker, and not the grammar, is at fault.
+
+        Returns None if the worker ends meanwhile, or if it can compile no grammar and has handed the job back.
 
         Raises:
-            JobError: it cannot be compiled, or this worker still cannot tell.
+            JobError: the grammar cannot be compiled, or this worker still cannot tell after the last try.
         """
         pauses = list(GRAMMAR_PAUSES)
         while True:
@@ -295,44 +318,50 @@ class Intake:
             except GrammarUndecided as error:
                 log.warning("grammar_undecided", id=job.id, message=str(error), tries_left=len(pauses))
                 if not pauses:
+                    if not self._translator.can_compile():
+                        self._give_back([job])  # another worker may be able to, and no start counts
+                        if not self._held.owns(job):
+                            return None
                     raise no_grammar(structure.key, str(error)) from None
             if self._stop.wait(pauses.pop(0)):
                 return None
 
     def _try(self, job: Job, work: Callable[[], T]) -> T | None:
-        """Do it, or answer the job with what is wrong."""
+        """Return what `work` returns; if it fails, answer the job with the error and return None."""
         try:
             return work()
         except JobError as error:
-            self._loop.give(Answer.of(job.handle, error))
+            self._outbox.give(Answer.of(job.handle, error))
         except BaseException as error:  # a panic of the Rust tokenizer is no Exception; it must not end the worker
             log.exception("job_unreadable", id=job.id)
             if not self._can_read():
-                return None  # no fault of the job: the worker ends, and hands it back
-            reason = JobError(ErrorCode.ENGINE_ERROR, f"the worker cannot read this job: {type(error).__name__}")
-            self._loop.give(Answer.of(job.handle, JobError(reason.code, reason.message, retryable=False)))
+                return None  # the job is not at fault: the worker ends, and hands it back
+            message = f"the worker cannot read this job: {type(error).__name__}"
+            reason = JobError(ErrorCode.ENGINE_ERROR, message, retryable=False)
+            self._outbox.give(Answer.of(job.handle, reason))
         return None
 
     def _can_read(self) -> bool:
-        """Whether the tokenizer still works; if not, the worker is told to end."""
+        """Check whether the tokenizer still works; if not, make the worker end."""
         try:
             self._translator.check()
         except BaseException as error:  # noqa: BLE001 - as above
-            self._loop.broken = f"the tokenizer fails for a fixed prompt of its own: {type(error).__name__}: {error}"
-            log.error("worker_broken", message=self._loop.broken)
+            self.broken = f"the tokenizer fails for a fixed prompt: {type(error).__name__}: {error}"
+            log.error("worker_broken", message=self.broken)
             self._stop.set()
             self._mailbox.put(Stop(Exit.BROKEN))
             return False
         return True
 
     def _reject(self, delivery: Delivery) -> None:
+        """Move an entry without a usable id to the dead letters."""
         raw = delivery.fields.get(b"body", b"")
         self._scripts.reject(Ref(delivery.lane, delivery.entry, ""), raw, job_id=delivery.fields.get(b"id", b""))
-        self._loop.telemetry.dead_letters.labels(ErrorCode.NO_ID.value).inc()
+        self._telemetry.dead_letters.labels(ErrorCode.NO_ID.value).inc()
         log.info(
             "job_without_id",
             lane=delivery.lane,
             entry=delivery.entry,
             code=ErrorCode.NO_ID.value,
-            message="the entry has no usable id, so it is in the stream of dead letters",
+            message="the entry has no usable id; it was moved to the stream of dead letters",
         )

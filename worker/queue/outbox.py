@@ -1,8 +1,9 @@
-"""The engine's outputs that the publisher has not taken yet. None is refused, however long Redis is silent."""
+"""The queue from the engine, the intake and the gate to the publisher. Never full, however long Redis is away."""
 
 from __future__ import annotations
 
 import queue
+import time
 from collections import deque
 from collections.abc import Iterable
 
@@ -11,16 +12,20 @@ from worker.jobs.results import Answer
 
 Output = StepOutput | Answer
 Stamped = tuple[float, Output]
-"""An output with the `time.monotonic()` moment at which it came about."""
+"""`time.monotonic()` when an output was made, and the output."""
 
 BACKLOG = 256
-"""Outputs kept as they are; then they become one, so that memory is bounded by the text of the jobs that run."""
+"""Outputs after which all that wait are merged, so that memory is bounded by the text of the running jobs."""
 
 
 class Outbox(queue.Queue[Stamped]):
-    """A queue without a limit whose steps are merged when many of them wait."""
+    """An unbounded queue whose step outputs are merged when many of them wait."""
 
     queue: deque[Stamped]
+
+    def give(self, output: Output) -> None:
+        """Add an output without blocking; from any thread."""
+        self.put((time.monotonic(), output))
 
     def _init(self, maxsize: int) -> None:
         super()._init(maxsize)
@@ -39,9 +44,10 @@ class Outbox(queue.Queue[Stamped]):
 
 
 def merge(outputs: Iterable[Stamped]) -> list[Stamped]:
-    """The same outputs with all steps as one: one delta for each choice, then the endings. Answers come after it.
+    """Merge all step outputs into one, with one delta for each choice, then the finished requests; answers follow.
 
-    No answer concerns a request of a step. The step has the time of the first one.
+    The order is kept where it matters, since no answer is about a request of a step. The merged step has the time of
+    the first one.
     """
     texts: dict[tuple[str, int], list[Delta]] = {}
     finished: list[Finished] = []
@@ -61,7 +67,7 @@ def merge(outputs: Iterable[Stamped]) -> list[Stamped]:
 
 
 def _joined(deltas: list[Delta]) -> Delta:
-    """Consecutive deltas of one choice as one."""
+    """Merge consecutive deltas of one choice."""
     first = deltas[0]
     if len(deltas) == 1:
         return first

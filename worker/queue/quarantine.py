@@ -1,17 +1,17 @@
-"""Which job kills its workers: the suspects run one at a time, with no other job started.
+"""Finds the job that kills its workers: suspects run one at a time, with no other job started.
 
-(What kills a worker before it starts, when it is parsed and tokenised, is found by a mark, see `Quarantine.may_read`.)
+A job that was running at two deaths of its workers is a suspect; so are the innocent jobs that ran beside it. Run
+alone, the guilty job takes no other down with it, and is given up after its last attempt; an innocent job gets past the
+point at which its last run ended, and is cleared. (A job that kills its worker while it is parsed and tokenised, before
+it starts, is found by a mark, see `Quarantine.may_read`.)
 
-A job that was running at two deaths of its workers is a suspect; so are the innocents that ran beside it. Alone, the
-guilty one takes nobody with it and is given up after its last attempt; an innocent gets past the place where its last
-run ended, and is cleared.
+Only a job that was being computed can be to blame. A worker that was asked to end marks its running jobs as excused
+(`excuse.lua`), since a kill that follows comes from its supervisor. A worker whose engine died or hangs counts a death
+for the jobs of the step under way alone.
 
-Only what was being computed can be to blame. A worker that was told to end marks what it runs (`excuse.lua`): the kill
-that follows is its supervisor's. A worker whose engine died or hangs counts a death of the step under way alone.
-
-    ordinary jobs run ──► a suspect waits, nothing new starts ──► it is alone ──► ended or cleared
-            ▲                 at most one lease: then what runs is handed back          │
-            └───────────── at least as long, if there are ordinary jobs ◄───────────────┘
+    ordinary jobs run ──► a suspect waits, nothing new starts ──► it runs alone ──► it ends or is cleared
+            ▲            at most one lease: then running jobs are handed back              │
+            └───────────── for at least as long, if there are ordinary jobs ◄──────────────┘
 """
 
 from __future__ import annotations
@@ -26,35 +26,36 @@ import redis
 import structlog
 
 from tokenmill.protocol.scripts import Delivery, Ref, Scripts
-from worker.jobs.held import Held, Job, Phase
+from worker.jobs.held import Held
+from worker.jobs.job import Job, Phase
 
 log = structlog.get_logger()
 
 READING_TTL_S = 7 * 86400
-"""How long a death while reading is remembered, should nobody come to clear it."""
+"""How long a death while reading is remembered, if no worker clears it."""
 DEATHS = 2
-"""Deaths, not cleared since, that make a suspect: one crash makes nobody run alone."""
+"""Deaths since the last clearing that make a suspect: after a single crash no job runs alone."""
 _KNOWN = ("state", "worker", "deaths", "cleared", "lane", "entry", "fence", "excused")
-"""Fields of a job's hash by which a suspect is known."""
+"""Fields of `job:<id>` that tell whether a job is a suspect."""
 MARGIN = 64
-"""Tokens by which a suspect must pass the progress of its last run; some of that was perhaps never published."""
+"""Tokens by which a suspect must pass the point at which its last run ended: the last ones may not be published."""
 
 
 @dataclass(slots=True)
 class _Place:
-    """The one suspect that a worker holds."""
+    """The place of the one suspect that a worker may hold."""
 
     lane: str
     entry: str
     mark: float
-    """Tokens after which it is cleared."""
+    """Tokens after which the suspect is cleared."""
     since: float
-    """`time.monotonic()` from which on ordinary jobs make way."""
+    """`time.monotonic()` from which on no ordinary job is started."""
     job: Job | None = None
 
 
 class Quarantine:
-    """The intake puts a suspect in, the gate asks who may start, the keeper moves things on."""
+    """The intake puts a suspect in, the gate asks whether a job may start, the keeper clears suspects."""
 
     def __init__(self, scripts: Scripts, held: Held, lease_seconds: float) -> None:
         self._scripts = scripts
@@ -65,75 +66,78 @@ class Quarantine:
         self._ordinary_until = 0.0
         self._clearing = False
         self._doubted: dict[tuple[str, str], int] = {}
-        """Entries just taken over that never started, with the deaths of those who were reading them."""
+        """(lane, entry ID) of entries just taken over that never started → workers that died while reading them."""
         self._excused: list[Job] = []
-        """Running jobs that are not to blame if this process dies of what it is reading."""
+        """Running jobs that are excused while this worker reads a marked job."""
         self.turned_away = False
-        """Whether suspects were handed back because the place was taken."""
+        """Whether the last sweep handed suspects back because the place was taken."""
 
     # ── the intake's thread ───────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self) -> None:
-        """A sweep begins."""
+        """Prepare for a sweep."""
         self.turned_away = False
         self._doubted.clear()
         self.forget_lost()
 
     def forget_lost(self) -> None:
-        """What was found before this and took the place without becoming a job was lost on the way."""
+        """Free the place if its entry never became a job, since it was lost on the way."""
         with self._lock:
             if self._place is not None and self._place.job is None:
                 self._place = None
 
     def sift(self, deliveries: list[Delivery], doubt: bool = False) -> list[Delivery]:
-        """Of entries just taken over, the ordinary ones and one suspect if the place is free; others are handed back.
+        """Return the ordinary entries, and one suspect if the place is free; hand all other suspects back.
 
-        `doubt`: their holders died, perhaps of reading them.
+        Args:
+            deliveries: entries just taken over.
+            doubt: whether their workers died, perhaps while reading them.
 
         Raises:
-            redis.RedisError: nothing is lost, the entries are found again.
+            redis.RedisError: nothing is lost, the next sweep finds the entries again.
         """
         pipe = self._scripts.client.pipeline(transaction=False)
         for delivery in deliveries:
             job_id = delivery.fields.get(b"id", b"").decode("utf-8", "replace")
             pipe.hmget(self._scripts.keys.job(job_id), _KNOWN)
-        replies = pipe.execute(raise_on_error=False)  # a job hash of another type is START's to complain of
+        replies = pipe.execute(raise_on_error=False)  # a job hash of a wrong type is reported by START
         if doubt:
             self._doubt(deliveries, replies)
         return [
-            one
-            for one, known in zip(deliveries, replies, strict=True)
-            if not isinstance(known, list) or self._keep(one, known)
+            delivery
+            for delivery, known in zip(deliveries, replies, strict=True)
+            if not isinstance(known, list) or self._keep(delivery, known)
         ]
 
     def _doubt(self, deliveries: list[Delivery], replies: list[Any]) -> None:
-        """Remember which of them never started: those may have killed their holders already when they were read."""
+        """Remember the entries that never started: they may have killed their workers while these read them."""
         unread = [
-            one
-            for one, known in zip(deliveries, replies, strict=True)
-            if not (isinstance(known, list) and known[0] == b"running" and known[5] == one.entry.encode())
+            delivery
+            for delivery, known in zip(deliveries, replies, strict=True)
+            if not (isinstance(known, list) and known[0] == b"running" and known[5] == delivery.entry.encode())
         ]
         if unread:
-            members = [_member(one.lane, one.entry) for one in unread]
+            members = [_member(delivery.lane, delivery.entry) for delivery in unread]
             deaths: Any = self._scripts.client.hmget(self._scripts.keys.reading, members)
-            self._doubted |= {(one.lane, one.entry): int(n or 0) for one, n in zip(unread, deaths, strict=True)}
+            for delivery, count in zip(unread, deaths, strict=True):
+                self._doubted[delivery.lane, delivery.entry] = int(count or 0)
 
     def may_read(self, job: Job) -> bool:
-        """Whether to parse and tokenise this job; false where that has killed as many workers as the job has attempts.
+        """Return whether to parse and tokenise a job: not if that has killed as many workers as the job has attempts.
 
-        An entry whose holder died before it started is marked while it is read, and only it: so that whoever takes it
-        over after a death knows what that worker was doing. What runs meanwhile is excused.
+        Only an entry whose last worker died before the job started is marked in Redis while it is read, so that after
+        another death the next worker knows what this one was doing. Jobs that run meanwhile are excused.
 
         Raises:
-            redis.RedisError: it is not marked.
+            redis.RedisError: the job is not marked.
         """
-        deaths = self._doubted.pop((job.lane, job.entry), None)
+        deaths = self._doubted.pop((job.entry.lane, job.entry.id), None)
         if deaths is None:
             return True
-        if deaths >= max(1, job.max_attempts - 1):  # one death, the first, is not in that count
+        if deaths >= max(1, job.options.max_attempts - 1):  # the first death is not counted: there was no mark yet
             return False
         pipe = self._scripts.client.pipeline(transaction=True)
-        pipe.hincrby(self._scripts.keys.reading, _member(job.lane, job.entry), 1)
+        pipe.hincrby(self._scripts.keys.reading, _member(job.entry.lane, job.entry.id), 1)
         pipe.expire(self._scripts.keys.reading, READING_TTL_S)
         pipe.execute()
         job.marked = True
@@ -142,13 +146,13 @@ class Quarantine:
         return True
 
     def was_read(self, job: Job) -> None:
-        """This process lives: whatever its holders died of, it was not the reading of this job."""
+        """Remove a job's mark: this worker has read it and lives, so its earlier workers did not die of reading it."""
         if job.marked:
             job.marked = False
             pipe = self._scripts.client.pipeline(transaction=False)
-            pipe.hdel(self._scripts.keys.reading, _member(job.lane, job.entry))
+            pipe.hdel(self._scripts.keys.reading, _member(job.entry.lane, job.entry.id))
             for other in self._excused:
-                if not other.excused:  # a drain may have begun
+                if not other.excused:  # it is, if a drain has begun meanwhile
                     pipe.hdel(self._scripts.keys.job(other.id), "excused")
             self._excused = []
             try:
@@ -166,9 +170,9 @@ class Quarantine:
         job_id = delivery.fields[b"id"].decode()
         if self.taken:
             self.turned_away = True
-            # Not politely: that would wipe out the death that made it a suspect.
+            # Not gracefully, which would erase the death that made the job a suspect.
             ref = Ref(delivery.lane, delivery.entry, job_id)
-            self._scripts.yield_(ref, idle_ms=round(self._lease * 1000), polite=False)
+            self._scripts.yield_(ref, idle_ms=round(self._lease * 1000), graceful=False)
             return False
         mark = float("inf") if delivery.fields.get(b"stream") == b"0" else self._progress(job_id, fence) + MARGIN
         with self._lock:
@@ -177,7 +181,7 @@ class Quarantine:
         return True
 
     def _progress(self, job_id: str, fence: bytes | None) -> int:
-        """Tokens that the job's last run published."""
+        """Return the number of tokens that the job's last run published."""
         if fence is None:
             return 0
         events: Any = self._scripts.client.xrange(
@@ -186,29 +190,24 @@ class Quarantine:
         return sum(int(fields.get(b"tokens", 0)) for _, fields in events)
 
     def enter(self, job: Job) -> None:
-        """A job was made of an entry: if that is the suspect, it has its place."""
+        """Give a job just made of an entry its place, if that entry is the suspect."""
         with self._lock:
             place = self._place
-            if place is not None and place.job is None and (place.lane, place.entry) == (job.lane, job.entry):
+            if place is not None and place.job is None and (place.lane, place.entry) == (job.entry.lane, job.entry.id):
                 place.job, job.suspect = job, True
-                log.warning(
-                    "suspect_held",
-                    id=job.id,
-                    lane=job.lane,
-                    entry=job.entry,
-                    message="it was running at two deaths of its workers, so it runs with no other job beside it",
-                )
+                message = "the job was running at two deaths of its workers, so it runs with no other job beside it"
+                log.warning("suspect_held", **job.log_fields, message=message)
 
     @property
     def taken(self) -> bool:
-        """Whether a suspect is held that is neither ended nor cleared."""
+        """Whether this worker holds a suspect that is neither ended nor cleared."""
         with self._lock:
             return self._now() is not None
 
     # ── the engine's thread ───────────────────────────────────────────────────────────────────────────────────────
 
     def admits(self, job: Job) -> bool:
-        """Whether this job may be started now."""
+        """Return whether a job may be started now."""
         with self._lock:
             place, now = self._now(), time.monotonic()
             if place is None or place.job is None:
@@ -223,9 +222,9 @@ class Quarantine:
     # ── the keeper's thread ───────────────────────────────────────────────────────────────────────────────────────
 
     def tick(self, hand_back: Callable[[Callable[[Job], bool]], None]) -> None:
-        """Clear the suspect that has passed its mark; make way for one that has waited a lease.
+        """Clear the suspect if it has passed its mark; hand running jobs back if it has waited for them for a lease.
 
-        `hand_back` gives held jobs back to the queue, politely.
+        `hand_back`: hands the held jobs that it accepts back to the queue; no start and no death counts.
         """
         with self._lock:
             place = self._now()
@@ -233,7 +232,7 @@ class Quarantine:
             return
         job = place.job
         if job.phase is Phase.STARTED:
-            if job.tokens >= place.mark:
+            if job.outgoing.tokens >= place.mark:
                 self._clear(job)
         elif time.monotonic() - place.since >= self._lease:
             self._clearing = True
@@ -243,9 +242,9 @@ class Quarantine:
                 self._clearing = False
 
     def _clear(self, job: Job) -> None:
-        self._scripts.clear(job.ref, job.fence)
+        self._scripts.clear(job.ref, job.start.fence)
         job.suspect = False
-        log.info("suspect_cleared", id=job.id, tokens=job.tokens)
+        log.info("suspect_cleared", id=job.id, tokens=job.outgoing.tokens)
         with self._lock:
             self._leave()
 

@@ -1,4 +1,4 @@
-"""Finds entries whose worker shows no sign of life, and our own that a lost reply hid from us."""
+"""Finds entries whose worker died, and entries of this worker whose delivery was lost with a reply of Redis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 
 class Sweeper:
-    """Called by the intake, before it reads new entries."""
+    """Called on the intake's thread, before it reads new entries."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class Sweeper:
         self._look_due = 0.0
 
     def abandoned(self, most: int) -> tuple[int, ...]:
-        """Count the entries of each lane, high first, whose worker shows no sign of life; all 0 while no sweep is due.
+        """Count the entries of each lane, highest first, whose worker shows no sign of life: up to `most` in each lane.
 
-        Called where no place is free for a sweep. Counts up to `most` entries of a lane.
+        Called while no place is free for a sweep. All counts are 0 while no sweep is due.
         """
         if time.monotonic() < self._look_due or not self._is_due():
             return (0,) * len(LANES)
@@ -59,62 +59,64 @@ class Sweeper:
     def _lease_ms(self) -> int:
         return round(self._lease_seconds * 1000)
 
-    def sweep(self, room: int) -> list[Delivery]:
-        """Take over at most `room` entries that were idle for a lease; none while it is not yet time.
+    def sweep(self, places: int) -> list[Delivery]:
+        """Take over up to `places` entries that were idle for a lease; none while no sweep is due.
 
-        Not before one lease of uninterrupted contact: after an outage of Redis every entry looks abandoned, until the
-        workers that hold them have had the time to renew.
+        A sweep needs one lease of uninterrupted contact with Redis: after an outage every entry looks abandoned, until
+        its worker has had the time to renew it.
         """
         if not self._is_due():
             return []
         self._quarantine.begin()
         found: list[Delivery] = []
         for lane in LANES:
-            found += self._claim(lane, room - len(found))
-        if len(found) < room:
+            found += self._claim(lane, places - len(found))
+        if len(found) < places:
             self._due = time.monotonic() + self._every
         else:
             self._look_due = 0.0  # there may be more
         return found
 
-    def _claim(self, lane: str, room: int) -> list[Delivery]:
-        """Page through the group's pending entries until the cursor is back at its start."""
+    def _claim(self, lane: str, places: int) -> list[Delivery]:
+        """Take over up to `places` entries of a lane, page by page, until the cursor is back at 0-0."""
         found: list[Delivery] = []
         cursor: Any = "0-0"
-        holders = self._holders(lane, room)
-        while len(found) < room:
+        holders = self._holders(lane, places)
+        while len(found) < places:
             cursor, entries, *_ = self._scripts.client.xautoclaim(
                 self._scripts.keys.lane(lane),
                 GROUP,
                 self._scripts.consumer,
                 min_idle_time=self._lease_ms,
                 start_id=cursor,
-                count=room - len(found),
+                count=places - len(found),
             )
             page = [Delivery(lane, entry.decode(), dict(fields or {})) for entry, fields in entries]
-            ours = [one for one in page if not self._held.holds(lane, one.entry)]
+            ours = [delivery for delivery in page if not self._held.holds(lane, delivery.entry)]
             kept = self._quarantine.sift(ours, doubt=True)
-            for one in kept:
-                self._log(one, holders.get(one.entry))
+            for delivery in kept:
+                self._log(delivery, holders.get(delivery.entry))
             found += kept
-            if page:  # held again: the list of what was handed back must not offer it to others
-                self._scripts.client.zrem(self._scripts.keys.returned, *(f"{lane} {one.entry}" for one in page))
+            if page:  # they are held again, so other workers must not take them from the list of returned entries
+                members = [f"{lane} {delivery.entry}" for delivery in page]
+                self._scripts.client.zrem(self._scripts.keys.returned, *members)
             if cursor in (b"0-0", "0-0"):
                 break
         return found
 
-    def _holders(self, lane: str, room: int) -> dict[str, str]:
-        """Who holds the entries of a lane that show no sign of life."""
+    def _holders(self, lane: str, places: int) -> dict[str, str]:
+        """Entry ID → consumer, for the entries of a lane that were idle for a lease."""
         rows: Any = self._scripts.client.xpending_range(
-            self._scripts.keys.lane(lane), GROUP, "-", "+", room, idle=self._lease_ms
+            self._scripts.keys.lane(lane), GROUP, "-", "+", places, idle=self._lease_ms
         )
         return {row["message_id"].decode(): row["consumer"].decode() for row in rows}
 
-    def _log(self, one: Delivery, holder: str | None) -> None:
-        job_id = one.fields.get(b"id", b"").decode("utf-8", "replace")[:128]
-        fields = {"id": job_id, "lane": one.lane, "entry": one.entry}
+    def _log(self, delivery: Delivery, holder: str | None) -> None:
+        job_id = delivery.fields.get(b"id", b"").decode("utf-8", "replace")[:128]
+        fields = {"id": job_id, "lane": delivery.lane, "entry": delivery.entry}
         if holder == self._scripts.consumer:
-            log.info("job_found_again", **fields, message="this worker held it already; the reply of a read was lost")
-            return
-        message = "its worker has shown no sign of life for a lease"
-        log.warning("job_taken_over", **fields, **({"worker": holder} if holder else {}), message=message)
+            message = "this worker already had the entry, but Redis' reply to its read was lost"
+            log.info("job_found_again", **fields, message=message)
+        else:
+            message = "the job's worker has shown no sign of life for a lease; this worker takes the job over"
+            log.warning("job_taken_over", **fields, worker=holder, message=message)

@@ -1,4 +1,4 @@
-"""Input files for the batch tests, and what their outputs must fulfil."""
+"""Input files for the batch tests, and the check that their outputs are complete."""
 
 from __future__ import annotations
 

@@ -8,32 +8,17 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any
 
 import orjson
 
-from tokenmill.protocol.calls import Call
 from tokenmill.protocol.connection import command_client
-from tokenmill.protocol.job import identify
+from tokenmill.protocol.job import Identity, identify
 from tokenmill.protocol.keys import Keys
-from tokenmill.protocol.lua import Runner
 from tokenmill.protocol.replies import Ref, StartStatus
 from tokenmill.protocol.result import Choice, Result, Status, Usage
-from tokenmill.protocol.scripts import Scripts
+from tokenmill.protocol.scripts import EndOptions, Scripts
 
 COUNT = 256
-
-
-class Gathered(Runner):
-    """Keeps calls, to make them all in one round trip."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-
-    def run(self, name: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
-        self.calls.append(Call(name, list(keys), list(args)))  # type: ignore[arg-type]
-        return b"OK"
 
 
 def answer(body: bytes) -> str:
@@ -46,9 +31,7 @@ def main(url: str, queue: str) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     client = command_client(url)
-    scripts, endings = Scripts(client, Keys(queue), "stub"), Scripts(client, Keys(queue), "stub")
-    gathered = endings._runner = Gathered()
-    runner = Runner(client)
+    scripts = Scripts(client, Keys(queue), "stub")
     scripts.ensure_groups()
     while not stop.is_set():
         deliveries = scripts.read(COUNT) or ()
@@ -57,14 +40,13 @@ def main(url: str, queue: str) -> None:
             continue
         jobs = [(Ref(d.lane, d.entry, d.fields[b"id"].decode()), identify(d.fields), d.fields) for d in deliveries]
         started = scripts.start_all([(ref, who, {"prompt_tokens": 3}) for ref, who, _ in jobs if who is not None])
+        ends: list[tuple[Ref, Identity, Result, EndOptions]] = []
         for (ref, who, fields), start in zip(jobs, started, strict=True):
             if who is not None and start.status is StartStatus.OK:
                 choices = (Choice(0, answer(fields[b"body"]), "stop"),)
                 result = Result(who.id, Status.SUCCEEDED, "stub", 1, "stub", choices, Usage(3, 2, 0))
-                endings.finalise(ref, who, result, fence=start.fence, published=0)
-        if gathered.calls:
-            runner.run_all(gathered.calls)
-            gathered.calls.clear()
+                ends.append((ref, who, result, {"fence": start.fence}))
+        scripts.end_all(ends)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The outputs say what is done, and belong to one input and one run at a time."""
+"""The outputs record which requests are done, and belong to one input and one run at a time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def index_of(folder: Path, *ids: str) -> Iterator[Index]:
         index.close()
 
 
-def test_what_a_crash_tore_is_cut_off_and_done_again(tmp_path: Path) -> None:
+def test_a_line_that_a_crash_tore_is_cut_off_and_its_request_done_again(tmp_path: Path) -> None:
     output, errors = tmp_path / "out", tmp_path / "err"
     kept, torn = answer("a"), answer("b")
     with begun(output, errors) as outputs:
@@ -89,7 +89,7 @@ def test_a_torn_line_longer_than_a_block_is_cut_off(tmp_path: Path) -> None:
         assert path.read_bytes() == kept
 
 
-def test_two_runs_cannot_have_one_file(tmp_path: Path) -> None:
+def test_two_runs_cannot_write_to_one_file(tmp_path: Path) -> None:
     output, errors = tmp_path / "out", tmp_path / "err"
     with begun(output, errors):
         with pytest.raises(BatchError, match="out: another run writes to it"):
@@ -128,7 +128,7 @@ def test_ids_are_the_same_at_every_run_over_the_same_files_and_unlike_any_others
 def test_outputs_belong_to_one_input(tmp_path: Path) -> None:
     with begun(tmp_path / "out") as outputs:
         outputs.append([answer("a")], [])
-    with pytest.raises(BatchError, match="another input, or this one was changed"):
+    with pytest.raises(BatchError, match="another input, or the input was changed"):
         Outputs(tmp_path / "out", None, "e" * 64)
     with pytest.raises(BatchError, match="begun with the error file None, not err"):
         Outputs(tmp_path / "out", tmp_path / "err", DIGEST)
@@ -136,6 +136,18 @@ def test_outputs_belong_to_one_input(tmp_path: Path) -> None:
     with pytest.raises(BatchError, match="no output of a batch run"):
         Outputs(tmp_path / "foreign", None, DIGEST)
     assert (tmp_path / "foreign").read_bytes() == answer("a")
+
+
+def test_outputs_without_a_line_belong_to_the_input_whose_requests_may_be_in_flight(tmp_path: Path) -> None:
+    with begun(tmp_path / "out") as outputs:
+        state = (tmp_path / "out.state").read_bytes()
+    with pytest.raises(BatchError, match="another input, or the input was changed"):
+        Outputs(tmp_path / "out", None, "e" * 64)
+    assert (tmp_path / "out.state").read_bytes() == state
+    with begun(tmp_path / "out") as outputs:
+        outputs.next_generation()  # as a cancel does
+    with begun(tmp_path / "out", digest="e" * 64) as outputs:
+        assert outputs.state.digest == "e" * 64
 
 
 def test_a_batch_whose_output_file_was_removed_starts_from_scratch(tmp_path: Path) -> None:
@@ -160,7 +172,7 @@ def test_a_folder_can_be_moved(tmp_path: Path) -> None:
 def test_an_output_with_lines_of_another_input_is_reported(tmp_path: Path) -> None:
     with begun(tmp_path / "out") as outputs, index_of(tmp_path, "a") as index:
         outputs.append([answer("a"), answer("a")], [])
-        with pytest.raises(BatchError, match="'a' is twice there or not in the input"):
+        with pytest.raises(BatchError, match="'a' is there twice or not in the input"):
             outputs.recover(index)
     os.truncate(tmp_path / "out", 0)
     with begun(tmp_path / "out") as outputs:
@@ -195,7 +207,7 @@ def test_without_an_error_file_all_lines_go_to_the_output(tmp_path: Path) -> Non
 
 def test_a_broken_state_file_is_reported_and_a_half_written_one_never_seen(tmp_path: Path) -> None:
     (tmp_path / "out.state").write_text("{")
-    with pytest.raises(BatchError, match=r"out\.state: not readable"):
+    with pytest.raises(BatchError, match=r"out\.state: is not the state of a batch run"):
         Outputs(tmp_path / "out", None, DIGEST)
     (tmp_path / "out.state").write_text(json.dumps({"digest": DIGEST, "salt": "", "errors": None, "format": 2}))
     with pytest.raises(BatchError, match="another version"):
@@ -272,7 +284,7 @@ def test_nothing_is_left_of_a_run_whose_state_cannot_be_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_line_begins_as_what_may_be_cut_off_does() -> None:
+def test_every_output_line_begins_with_the_mark_of_lines_that_may_be_cut_off() -> None:
     for line in (answer("a"), answer("b", 400)):
         assert line.startswith(LINE_START)
 
@@ -284,7 +296,7 @@ def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [".", "..", "/dev/null", "/dev/full", "pipe", "/dev/none", "/proc/self/fd/1", "sock"])
 @pytest.mark.parametrize("place", ["output", "errors"])
-def test_what_is_no_regular_file_is_refused_before_anything_is_opened(
+def test_an_output_that_is_not_a_regular_file_is_refused_before_any_file_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, place: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -298,11 +310,11 @@ def test_what_is_no_regular_file_is_refused_before_anything_is_opened(
     assert not Path("/dev/null.state").exists()
 
 
-def test_standard_output_is_no_output_wherever_it_leads(tmp_path: Path) -> None:
+def test_standard_output_is_refused_as_an_output_wherever_it_leads(tmp_path: Path) -> None:
     code = "import pathlib, tokenmill.batch.output as o; o.check_paths(*map(pathlib.Path, ('in', '/dev/stdout')), None)"
     with (tmp_path / "to").open("wb") as to:
         done = subprocess.run([sys.executable, "-c", code], stdout=to, stderr=subprocess.PIPE, check=False)
-    assert b"BatchError: /dev/stdout: is no name of a regular file" in done.stderr
+    assert b"BatchError: /dev/stdout: is not the name of a regular file" in done.stderr
 
 
 PAIRS = [("source", "out"), ("source", "err"), ("source", "note"), ("err", "note")]
@@ -313,7 +325,7 @@ PAIRS = [("source", "out"), ("source", "err"), ("source", "note"), ("err", "note
     [(*pair, link) for pair in PAIRS for link in (None, os.link, os.symlink)]
     + [("out", "note", os.link), ("out", "note", os.symlink)],
 )
-def test_no_two_files_of_a_run_are_one(
+def test_the_files_of_a_run_must_be_different_files(
     tmp_path: Path, one: str, other: str, link: Callable[[Path, Path], None] | None
 ) -> None:
     """Whatever they are called: by the same name, as a hard link or as a symbolic one."""

@@ -1,4 +1,4 @@
-"""OpenAI's body as ours: nothing that changes an output is ignored."""
+"""Translating a body in OpenAI's format: no key that changes the output is ignored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
         {"top_k": 5, "min_p": 0.1, "ignore_eos": True, "structured_outputs": {"choice": ["a"]}},
     ],
 )
-def test_what_our_protocol_knows_goes_through_unchanged(body: dict[str, Any]) -> None:
+def test_keys_of_the_protocol_are_passed_on_unchanged(body: dict[str, Any]) -> None:
     asked = {"model": "m", "messages": MESSAGES, **body}
     assert translate(CHAT, asked) == asked
     parse_body(orjson.dumps(translate(CHAT, asked)))
@@ -42,7 +42,7 @@ def test_what_our_protocol_knows_goes_through_unchanged(body: dict[str, Any]) ->
         {"tools": TOOLS, "tool_choice": "none"},
     ],
 )
-def test_what_changes_no_output_is_left_out(body: dict[str, Any]) -> None:
+def test_keys_that_do_not_change_the_output_are_left_out(body: dict[str, Any]) -> None:
     assert translate(CHAT, {"messages": MESSAGES, **body}) == {"messages": MESSAGES}
 
 
@@ -65,7 +65,7 @@ def test_what_changes_no_output_is_left_out(body: dict[str, Any]) -> None:
         (COMPLETIONS, {"prompt": "x", "best_of": 3}, "best_of"),
     ],
 )
-def test_what_we_cannot_do_is_refused_by_name(url: str, body: dict[str, Any], param: str) -> None:
+def test_keys_that_are_not_supported_are_refused_by_name(url: str, body: dict[str, Any], param: str) -> None:
     with pytest.raises(Unsupported) as refused:
         translate(url, body)
     assert refused.value.param == param

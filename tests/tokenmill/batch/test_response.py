@@ -1,4 +1,4 @@
-"""Results as OpenAI's lines; bodies are read by OpenAI's own models, which know every field and type."""
+"""Response lines: their bodies are parsed by the models of the openai package, which check every field and type."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def strictly(model: Any, body: dict[str, Any]) -> Any:
     return read
 
 
-def test_a_chat_completion_is_openais() -> None:
+def test_a_chat_completion_has_the_types_of_openai() -> None:
     line = line_of(CHAT, result())
     assert (line["response"]["status_code"], line["response"]["request_id"]) == (200, "job")
     read = strictly(ChatCompletion, line["response"]["body"])
@@ -76,7 +76,7 @@ def test_a_chat_completion_is_openais() -> None:
     assert read.usage.prompt_tokens_details.cached_tokens == 4
 
 
-def test_a_text_completion_is_openais() -> None:
+def test_a_text_completion_has_the_types_of_openai() -> None:
     read = strictly(Completion, line_of(COMPLETIONS, result())["response"]["body"])
     assert (read.id, read.object) == ("cmpl-job", "text_completion")
     assert [(c.text, c.finish_reason) for c in read.choices] == [("é€ x", "stop"), ("other", "length")]
@@ -93,7 +93,7 @@ def test_log_probabilities_have_openais_shapes() -> None:
     assert text.logprobs.top_logprobs[0] == {"e": -0.7, "a": -0.9, "é": -0.5}
 
 
-def test_what_a_worker_adds_is_kept() -> None:
+def test_fields_that_a_worker_adds_are_kept() -> None:
     choice = Choice(0, "x", "length", token_ids=[1], prompt_logprobs=[None])
     body = line_of(CHAT, result(choices=(choice,), clamped={"max_tokens": 3}))["response"]["body"]
     assert (body["clamped"], body["prompt_logprobs"], body["choices"][0]["token_ids"]) == (
@@ -132,7 +132,7 @@ def test_an_unknown_code_of_a_newer_worker_is_an_error_too() -> None:
 
 
 @pytest.mark.parametrize(("status", "code"), [(Status.CANCELLED, "batch_cancelled"), (Status.EXPIRED, "batch_expired")])
-def test_what_was_not_answered_has_no_response(status: Status, code: str) -> None:
+def test_a_cancelled_or_expired_request_has_no_response(status: Status, code: str) -> None:
     line = line_of(CHAT, result(status=status, cancel_reason="user"))
     assert line["response"] is None
     assert line["error"]["code"] == code

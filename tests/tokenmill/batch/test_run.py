@@ -1,4 +1,4 @@
-"""A run over a real queue: everything gets its line once, in bounded flight, whatever was there before."""
+"""A batch run over a real queue: every request gets its line once, with a bounded number in flight."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def requests(count: int) -> list[Any]:
     return [request(f"r{number}", f"say {number}", max_tokens=10) for number in range(count)]
 
 
-def test_every_request_gets_one_line_and_what_fails_goes_to_the_error_file(
+def test_every_request_gets_one_line_and_failed_ones_go_to_the_error_file(
     tmp_path: Path, client: Client, worker: MiniWorker
 ) -> None:
     lines = requests(30)
@@ -88,7 +88,7 @@ def test_a_second_run_changes_nothing_and_submits_nothing(tmp_path: Path, client
     assert files.output.read_bytes() == before
 
 
-def test_nothing_is_submitted_of_a_file_with_a_fault(tmp_path: Path, client: Client, queue: Queue) -> None:
+def test_no_request_of_a_file_with_a_fault_is_submitted(tmp_path: Path, client: Client, queue: Queue) -> None:
     files = Files(tmp_path, [*requests(3), request("r1")])
     with pytest.raises(BatchInvalid, match="line 4: duplicate_custom_id"):
         files.run(client)
@@ -105,7 +105,7 @@ def test_no_more_than_the_window_is_in_the_queue_and_it_is_refilled(
     files.check()
 
 
-def test_a_full_queue_is_waited_for(
+def test_a_run_waits_while_the_queue_is_full(
     tmp_path: Path, client: Client, queue: Queue, worker: MiniWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flight, "IDLE_MS", 50)
@@ -116,7 +116,7 @@ def test_a_full_queue_is_waited_for(
     files.check()
 
 
-def test_an_end_makes_room_in_a_full_queue_at_once(
+def test_the_end_of_a_job_makes_room_in_a_full_queue_at_once(
     tmp_path: Path, client: Client, queue: Queue, worker: MiniWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flight, "IDLE_MS", 3_600_000)
@@ -204,7 +204,25 @@ def test_jobs_that_redis_forgot_are_submitted_again(
     files.check()
 
 
-def test_what_is_written_is_forgotten_in_redis(
+def test_jobs_are_submitted_again_soon_after_redis_came_back_empty(
+    tmp_path: Path, client: Client, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flight, "LOST_LOOK_S", 0.1)
+    monkeypatch.setattr(flight, "IDLE_MS", 50)
+    files = Files(tmp_path, requests(6))
+    later = Later(files, client)
+    eventually(lambda: queue.depth() == 6)
+    for key in queue.redis.scan_iter(match=queue.keys.root + "*"):
+        queue.redis.delete(key)
+    eventually(lambda: queue.depth() == 6)
+    worker = MiniWorker(queue)
+    worker.start()
+    assert later.join() == BatchReport(6, 6, 0)
+    worker.stop()
+    files.check()
+
+
+def test_jobs_whose_lines_are_written_are_deleted_in_redis(
     tmp_path: Path, client: Client, queue: Queue, worker: MiniWorker
 ) -> None:
     Files(tmp_path, requests(10)).run(client)
@@ -214,7 +232,7 @@ def test_what_is_written_is_forgotten_in_redis(
     assert queue.redis.xlen(stream) == 0
 
 
-def test_a_run_after_a_cancelled_one_submits_again_what_was_in_flight(
+def test_a_run_after_a_cancel_submits_the_cancelled_requests_again(
     tmp_path: Path, client: Client, queue: Queue
 ) -> None:
     files = Files(tmp_path, [request("hold", "HOLD x"), *requests(5)])
@@ -228,6 +246,9 @@ def test_a_run_after_a_cancelled_one_submits_again_what_was_in_flight(
     later.join()
     assert batch.cancel(files.input, files.output, files.errors, client=client) == 4
     eventually(lambda: queue.depth() == 0)
+    for key in queue.redis.scan_iter(match=queue.keys.root + "*"):
+        if b":group" in key or b":job:" in key:  # they expire
+            queue.redis.delete(key)
     assert batch.cancel(files.input, files.output, files.errors, client=client) == 0
     worker.release()
     assert files.run(client) == BatchReport(6, 6, 0)
@@ -235,7 +256,7 @@ def test_a_run_after_a_cancelled_one_submits_again_what_was_in_flight(
     files.check()
 
 
-def test_a_cancel_that_asks_another_redis_leaves_the_run_as_it_was(
+def test_a_cancel_that_asks_another_redis_fails_and_leaves_the_run_as_it_was(
     tmp_path: Path, client: Client, queue: Queue
 ) -> None:
     files = Files(tmp_path, requests(4))
@@ -245,14 +266,15 @@ def test_a_cancel_that_asks_another_redis_leaves_the_run_as_it_was(
     later.join()
     state = tmp_path / f"{files.output.name}.state"
     before = state.read_bytes()
-    with Client(queue.url.rpartition("/")[0] + "/9", queue.keys.queue) as other:
-        assert batch.cancel(files.input, files.output, files.errors, client=other) == 0
+    another = queue.url.rpartition("/")[0] + "/9"
+    with Client(another, queue.keys.queue) as other, pytest.raises(batch.BatchNotFound, match="no request of the run"):
+        batch.cancel(files.input, files.output, files.errors, client=other)
     assert state.read_bytes() == before
     assert batch.cancel(files.input, files.output, files.errors, client=client) == 4
     assert queue.depth() == 0
 
 
-def test_a_job_that_somebody_cancels_has_its_error_line(tmp_path: Path, client: Client, queue: Queue) -> None:
+def test_a_job_that_is_cancelled_by_id_has_its_error_line(tmp_path: Path, client: Client, queue: Queue) -> None:
     files = Files(tmp_path, requests(3))
     later = Later(files, client)
     eventually(lambda: queue.depth() == 3)
@@ -268,7 +290,7 @@ def test_an_input_that_is_changed_is_noticed(tmp_path: Path, client: Client, que
     later = Later(files, client)
     later.join()
     write(files.input, [*requests(3), request("more")])
-    with pytest.raises(BatchError, match="another input, or this one was changed"):
+    with pytest.raises(BatchError, match="another input, or the input was changed"):
         files.run(client)
 
 
@@ -324,7 +346,7 @@ def test_large_bodies_narrow_the_window(
 
 
 @pytest.mark.redis_server
-def test_a_redis_that_is_full_or_away_for_a_while_is_waited_for(
+def test_a_run_waits_while_redis_is_full_or_away(
     tmp_path: Path, own_redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     admin = own_redis.client()

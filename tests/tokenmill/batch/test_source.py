@@ -1,4 +1,4 @@
-"""Whatever an input file looks like: its lines, their numbers and where they are."""
+"""Input files of all kinds: their lines, with numbers and positions."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def lines(path: Path) -> list[tuple[int, bytes | None]]:
     ],
 )
 @pytest.mark.parametrize("zipped", [False, True])
-def test_lines_end_with_lf_and_nothing_else(
-    tmp_path: Path, content: bytes, expected: list[tuple[int, bytes]], zipped: bool
-) -> None:
+def test_only_lf_ends_a_line(tmp_path: Path, content: bytes, expected: list[tuple[int, bytes]], zipped: bool) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(gzip.compress(content) if zipped else content)
     assert lines(path) == expected

@@ -1,4 +1,4 @@
-"""A file is checked whole, and every fault is told with its line and OpenAI's code."""
+"""A file is checked as a whole, and every error is reported with its line and OpenAI's code."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_each_fault_has_its_line_and_code(tmp_path: Path, line: Any, code: str) 
     assert faults(path) == [(3, code)]
 
 
-def test_bytes_that_are_no_text_are_no_json(tmp_path: Path) -> None:
+def test_bytes_that_are_not_utf8_are_an_invalid_line(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'{"custom_id": "\xff"}\n')
     assert faults(path) == [(1, "invalid_json_line")]
@@ -99,7 +99,7 @@ def test_of_many_faults_the_first_are_listed_and_all_are_counted(tmp_path: Path)
     assert "and 500 more" in str(invalid.value)
 
 
-def test_a_body_is_not_judged_here(tmp_path: Path) -> None:
+def test_a_wrong_body_is_not_a_fault_of_the_file(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [request("a", stream=True, temperature=-1, nonsense=1), request("b")])
     assert validate(path) == [1, 2]
 
@@ -114,7 +114,7 @@ def test_lines_of_one_system_prompt_stand_together_where_the_first_of_them_stand
     assert validate(path) == [1, 4, 7, 2, 6, 3, 5, 8]
 
 
-def test_what_is_done_leaves_the_order_of_the_rest(tmp_path: Path) -> None:
+def test_requests_that_are_done_do_not_change_the_order_of_the_remaining_ones(tmp_path: Path) -> None:
     system = [{"role": "system", "content": "A"}, {"role": "user", "content": "?"}]
     lines = [request("a", url=CHAT, messages=system), request("b", url=CHAT), request("c", url=CHAT, messages=system)]
     path = write(tmp_path / "in.jsonl", lines)

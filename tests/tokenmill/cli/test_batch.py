@@ -62,13 +62,13 @@ def test_a_file_that_is_no_batch_is_refused_with_its_lines(folder: Path, queue: 
     lines = done.stderr.splitlines()
     assert lines[0].startswith("line 2: invalid_json_line: ")
     assert lines[1].startswith("line 3: duplicate_custom_id: ")
-    assert lines[2] == "2 faults; nothing was submitted"
+    assert lines[2] == "2 errors found; nothing submitted."
     assert queue.depth() == 0
     assert run(queue, "batch", "run", "none", "-o", str(folder / "out.jsonl")).returncode == Exit.USAGE
     assert run(queue, *arguments(folder, "run", "--window", "0")).returncode == Exit.USAGE
 
 
-def test_without_redis_it_ends_at_once(folder: Path, queue: Queue) -> None:
+def test_a_batch_without_redis_ends_at_once(folder: Path, queue: Queue) -> None:
     done = run(queue, *arguments(folder, "run", "--redis", "redis://user:secret@127.0.0.1:1/0"))
     assert done.returncode == Exit.UNAVAILABLE
     assert "secret" not in done.stderr
@@ -76,7 +76,7 @@ def test_without_redis_it_ends_at_once(folder: Path, queue: Queue) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_it_and_the_same_command_goes_on(folder: Path, queue: Queue, number: int) -> None:
+def test_a_signal_stops_a_batch_and_the_same_command_continues_it(folder: Path, queue: Queue, number: int) -> None:
     process = subprocess.Popen(
         command(queue, *arguments(folder, "run", "--window", "3")), env=environment(queue), stderr=subprocess.PIPE
     )
@@ -84,7 +84,7 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(folder: Path, queue: Que
     process.send_signal(number)
     _, told = process.communicate(timeout=20)
     assert process.returncode == Exit.INTERRUPTED
-    assert b"stopped: 0 succeeded, 0 failed of 20; the same command goes on" in told
+    assert b"Stopped: 0 of 20 done (0 failed). Run the same command to continue." in told
     worker = MiniWorker(queue)
     worker.start()
     assert run(queue, *arguments(folder)).returncode == Exit.SUCCEEDED
@@ -92,7 +92,7 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(folder: Path, queue: Que
     check_whole(IDS, folder / "out.jsonl")
 
 
-def test_what_a_killed_run_left_can_be_cancelled(folder: Path, queue: Queue) -> None:
+def test_the_requests_that_a_killed_run_left_can_be_cancelled(folder: Path, queue: Queue) -> None:
     process = subprocess.Popen(
         command(queue, *arguments(folder, "run", "--window", "3")), env=environment(queue), stderr=subprocess.PIPE
     )
@@ -161,13 +161,13 @@ def test_a_cancel_that_does_not_name_the_run_changes_nothing_and_fails(folder: P
         assert contents(folder) == before
         assert queue.depth() == 20
     elsewhere = run(queue, *arguments(folder, "cancel", "--redis", queue.url.rpartition("/")[0] + "/9"))
-    assert (elsewhere.returncode, elsewhere.stdout) == (Exit.SUCCEEDED, "0 requests in flight cancelled\n")
+    assert (elsewhere.returncode, elsewhere.stdout) == (Exit.UNAVAILABLE, "")
     assert "If the run used another Redis, name it with --redis." in elsewhere.stderr
     assert contents(folder) == before
     assert run(queue, *arguments(folder, "cancel")).stdout == "20 requests in flight cancelled\n"
 
 
-def test_a_terminal_shows_a_bar(folder: Path, queue: Queue, worker: MiniWorker) -> None:
+def test_a_batch_on_a_terminal_shows_a_bar(folder: Path, queue: Queue, worker: MiniWorker) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         command(queue, *arguments(folder)), env={**environment(queue), "TERM": "xterm"}, stderr=theirs

@@ -16,11 +16,13 @@ import pytest
 from typer.testing import CliRunner
 
 import tokenmill
-from tests.support import RedisServer, eventually
+from tests.support import RedisServer, eventually, output_of
 from tests.tokenmill.batch.files import request, write
 from tests.tokenmill.mini import MiniWorker, Queue
+from tokenmill.batch import BatchReport
 from tokenmill.cli import main as cli
-from tokenmill.cli.main import Exit
+from tokenmill.cli import waiting
+from tokenmill.cli.console import Exit
 from tokenmill.cli.packages import NAMES
 from tokenmill.client.sync import Client
 from tokenmill.protocol.version import version
@@ -72,7 +74,7 @@ def test_chat_sends_messages(queue: Queue) -> None:
     }
 
 
-def test_the_exit_status_tells_how_it_ended(queue: Queue, worker: MiniWorker) -> None:
+def test_the_exit_status_says_how_the_job_ended(queue: Queue, worker: MiniWorker) -> None:
     failed = run(queue, "submit", "one FAIL")
     assert (failed.returncode, failed.stdout) == (Exit.FAILED, "one \n")
     assert "engine_error" in failed.stderr
@@ -143,15 +145,18 @@ def test_info_says_when_no_worker_serves_the_queue(queue: Queue) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["submit", "x", "--id", "mine"], "job mine: still queued; `tokenmill info` tells who serves"),
+        (
+            ["submit", "x", "--id", "mine"],
+            "job mine: still queued; `tokenmill info` shows the workers of queue {queue}",
+        ),
         (["tail", "unknown"], "job unknown: queue {queue} has no such job"),
         (["result", "unknown"], "job unknown: queue {queue} has no such job"),
     ],
 )
-def test_a_command_that_waits_for_long_says_why(
+def test_a_command_that_waits_without_an_event_says_why(
     queue: Queue, monkeypatch: pytest.MonkeyPatch, arguments: list[str], told: str
 ) -> None:
-    monkeypatch.setattr(cli, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(waiting, "PATIENCE_S", 0.05)
     where = ["--timeout", "1", "--redis", queue.url, "--queue", queue.keys.queue]
     done = CliRunner().invoke(cli.app, [*arguments, *where])
     assert done.exit_code == Exit.EXPIRED
@@ -161,16 +166,21 @@ def test_a_command_that_waits_for_long_says_why(
 @pytest.mark.parametrize("command", ["tail", "result"])
 def test_a_command_says_at_once_that_a_job_is_delayed_and_waits(queue: Queue, worker: MiniWorker, command: str) -> None:
     with Client(queue.url, queue.keys.queue) as client:
-        client.submit("one two", id="later", delay=4)
-    done = run(queue, command, "later")
-    assert (done.returncode, done.stdout) == (Exit.SUCCEEDED, "one two \n")
-    assert re.fullmatch(r"job later: delayed, due in \d+ s; waiting\n", done.stderr)
+        client.submit("one two", id="later", delay=600)
+    line = [sys.executable, "-m", "tokenmill.cli.main", command, "later"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, env=environment(queue), stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stderr is not None
+        assert re.fullmatch(r"job later: delayed, due in \d+ s; waiting\n", process.stderr.readline())
+        queue.redis.zadd(queue.keys.delayed, {"later": 0})  # it is due
+        assert process.communicate(timeout=60) == ("one two \n", "")
+    assert process.returncode == Exit.SUCCEEDED
 
 
 def test_a_command_says_what_moves_a_delayed_job_that_stays_overdue(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(waiting, "PATIENCE_S", 0.05)
     with Client(queue.url, queue.keys.queue) as client:
         client.submit("x", id="later", delay=0.01)
     where = ["--timeout", "1", "--redis", queue.url, "--queue", queue.keys.queue]
@@ -179,9 +189,9 @@ def test_a_command_says_what_moves_a_delayed_job_that_stays_overdue(
 
 
 def test_a_paused_queue_says_so(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(waiting, "PATIENCE_S", 0.05)
     queue.redis.hset(queue.keys.meta, mapping={"paused": "yes", "max_dept": "5"})
-    told = f"queue {queue.keys.queue} is paused: the job waits until it is resumed\n"
+    told = f"queue {queue.keys.queue} is paused: the job waits until the queue is resumed\n"
     done = run(queue, "submit", "x", "--id", "mine", "--no-wait")
     assert (done.stdout, done.stderr) == ("mine\n", told)
     where = ["--timeout", "1", "--redis", queue.url, "--queue", queue.keys.queue]
@@ -192,6 +202,9 @@ def test_a_paused_queue_says_so(queue: Queue, monkeypatch: pytest.MonkeyPatch) -
     shown = run(queue, "info").stdout
     assert "paused: workers read nothing" in shown
     assert "meta is not understood: unknown field 'max_dept': did you mean max_depth?" in shown
+    monkeypatch.setattr("tokenmill.batch.run", lambda *_, **__: BatchReport(1, 1, 0))
+    told = f"queue {queue.keys.queue} is paused: the requests wait until the queue is resumed\n"
+    assert CliRunner().invoke(cli.app, ["batch", "run", "in", "-o", "out", *where[2:]]).stderr.startswith(told)
     queue.redis.hset(queue.keys.meta, "paused", "no")
     assert run(queue, "submit", "x", "--no-wait").stderr == ""
     assert "paused" not in run(queue, "info").stdout
@@ -221,7 +234,7 @@ def test_a_redis_without_tls_is_reported_with_what_to_do(own_redis: RedisServer)
 
 
 @pytest.mark.redis_server
-def test_a_time_out_while_redis_is_away_is_no_expired_job(own_redis: RedisServer) -> None:
+def test_a_time_out_while_redis_is_away_has_the_status_of_redis_away(own_redis: RedisServer) -> None:
     done: list[Any] = []
     arguments = ["result", "unknown", "--timeout", "2", "--redis", own_redis.url]
     command = threading.Thread(target=lambda: done.append(CliRunner().invoke(cli.app, arguments)))
@@ -243,15 +256,9 @@ def test_a_mistyped_command_is_guessed(queue: Queue) -> None:
 
 
 def test_the_workers_help_names_every_option_whole_at_80_columns(queue: Queue) -> None:
-    done = subprocess.run(
-        command(queue, "worker", "--help"),
-        env={**environment(queue), "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    shown = output_of(command(queue, "worker", "--help"), env={**environment(queue), "COLUMNS": "80"})
     for name in Settings.model_fields:
-        assert re.search(rf"^ +{option(name)}\b", done.stdout, re.MULTILINE), name
+        assert re.search(rf"^ +{option(name)}\b", shown, re.MULTILINE), name
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["submit", "--help"]])
@@ -262,9 +269,27 @@ def test_help_documents_every_exit_status_and_imports_no_torch(arguments: list[s
         "try:\n    tokenmill.cli.main.main()\nexcept SystemExit:\n    pass\n"
         "assert 'torch' not in sys.modules and 'worker' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    environ = {**os.environ, "TOKENMILL_TEST_NO_SKIP": "1", "TOKENMILL_SERVICE_HOST": "10.0.0.1"}
+    shown = output_of([sys.executable, "-c", code, *arguments], env=environ)
     for status in Exit:
-        assert str(int(status)) in done.stdout
+        assert str(int(status)) in shown
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "from tokenmill.__main__ import main; main()",
+        "import os; from producer.clerk import check_environment; check_environment(os.environ)",
+    ],
+)
+def test_a_check_of_the_environment_does_not_run_a_services_own_worker(tmp_path: Path, start: str) -> None:
+    (tmp_path / "worker.py").write_text("raise ImportError('worker.py belongs to the service')\n")
+    path = f".{os.pathsep}{Path(tokenmill.__file__).parents[1]}"
+    environ = {**os.environ, "PYTHONPATH": path, "TOKENMILL_QUEU": "x"}
+    command = [sys.executable, "-c", start, "tail", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert re.fullmatch(r"warning: .*did you mean TOKENMILL_QUEUE\?\n", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize("path", ["", "."])
@@ -290,7 +315,7 @@ def test_the_demos_worker_imports_our_packages_where_the_folder_has_files_of_the
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((".", str(Path(tokenmill.__file__).parents[1]))))
     with worker_process("--help") as worker:
-        assert worker.process.wait(60) == 0, worker.last_words()
+        assert worker.process.wait(60) == 0, worker.log_tail()
 
 
 def test_a_missing_extra_is_named() -> None:
@@ -301,14 +326,14 @@ def test_a_missing_extra_is_named() -> None:
         "    if name.startswith('worker'):\n"
         "        raise ModuleNotFoundError('no torch', name='torch')\n"
         "    return real(name, *rest)\n"
-        "import tokenmill.cli.main\ntokenmill.cli.main.importlib.import_module = fake\ntokenmill.cli.main.main()\n"
+        "import tokenmill.cli.main\nimportlib.import_module = fake\ntokenmill.cli.main.main()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == Exit.USAGE
     assert "pip install '.[worker]'" in done.stderr
 
 
-def test_an_extra_that_is_missed_late_is_named_too() -> None:
+def test_an_extra_that_the_running_command_misses_is_named_too() -> None:
     """The worker imports torch and more only once its options are read."""
     code = (
         "import sys\nsys.argv = ['tokenmill', 'worker', '--model', 'x']\nsys.modules['prometheus_client'] = None\n"
@@ -317,3 +342,41 @@ def test_an_extra_that_is_missed_late_is_named_too() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (Exit.USAGE, False)
     assert "needs prometheus_client: in a clone of tokenmill, pip install '.[worker]'" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["info"], ["cancel", "x"], ["result", "mine"]])
+def test_an_output_without_a_reader_and_one_without_room_have_statuses_of_their_own(
+    queue: Queue, worker: MiniWorker, arguments: list[str]
+) -> None:
+    with Client(queue.url, queue.keys.queue) as client:
+        client.submit("one two", id="mine").result(timeout=20)
+    reader, closed = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    for output, status, complaint in (
+        (closed, Exit.INTERRUPTED, ""),
+        (full, Exit.USAGE, "cannot write the output: No space left on device\n"),
+    ):
+        done = subprocess.run(
+            command(queue, *arguments),
+            env=environment(queue),
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (status, complaint)
+        os.close(output)
+
+
+def test_a_text_with_characters_that_the_terminal_lacks_is_printed(queue: Queue, worker: MiniWorker) -> None:
+    done = subprocess.run(
+        command(queue, "submit", "h\u00e9llo"),
+        env={**environment(queue), "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "h\\xe9llo \n")

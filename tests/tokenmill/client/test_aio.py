@@ -1,4 +1,4 @@
-"""The asyncio client says the same as the synchronous one."""
+"""The asyncio client behaves as the synchronous client."""
 
 from __future__ import annotations
 

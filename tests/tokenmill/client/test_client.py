@@ -23,13 +23,13 @@ from producer import (
     TextRestarted,
     TokenEvent,
 )
+from tests.steps import Steps
 from tests.support import RedisServer, eventually
 from tests.tokenmill.mini import MiniWorker, Queue
 from tokenmill.protocol.job import Identity, JobEntry
 from tokenmill.protocol.keys import GROUP
 from tokenmill.protocol.replies import Ref, TokenBatch, TokenWrite
 from tokenmill.protocol.result import Choice
-from tokenmill.protocol.scripts import Scripts
 
 
 def test_a_job_streams_its_text_and_ends_with_its_result(client: Client, worker: MiniWorker) -> None:
@@ -51,7 +51,7 @@ def test_a_stream_resumes_after_any_event_without_gap_or_repeat(client: Client, 
 
 
 @pytest.mark.parametrize("from_id", ["x", "", "1-2-3", "-1", "$", "1-", "²", str(1 << 64)])
-def test_a_stream_resumes_from_an_event_or_says_what_is_wrong(client: Client, from_id: str) -> None:
+def test_a_stream_refuses_a_position_that_is_not_the_id_of_an_event(client: Client, from_id: str) -> None:
     with pytest.raises(ValueError, match="from_id"):
         client.job("any").stream(from_id=from_id)
 
@@ -85,7 +85,7 @@ def test_a_cancel_may_come_before_its_job(client: Client, worker: MiniWorker) ->
     assert client.submit("one", id="later").result(timeout=10).cancel_reason == "never mind"
 
 
-def test_a_failure_is_a_result(client: Client, worker: MiniWorker) -> None:
+def test_a_failed_job_has_a_result_with_its_error(client: Client, worker: MiniWorker) -> None:
     result = client.submit("one FAIL").result(timeout=10)
     assert (result.status, result.text) == (Status.FAILED, "one ")
     assert result.error is not None
@@ -112,7 +112,7 @@ def test_after_its_stream_expired_a_job_is_read_from_its_result(client: Client, 
 
 
 @pytest.mark.parametrize("call", ["stream", "result", "text"])
-def test_a_wait_has_a_deadline_of_its_own(client: Client, call: str) -> None:
+def test_a_wait_ends_with_its_time_out(client: Client, call: str) -> None:
     job, begin = client.job("unknown"), time.monotonic()
     with pytest.raises(TimeoutError, match="unknown"):
         list(job.stream(timeout=0.5)) if call == "stream" else (
@@ -121,7 +121,7 @@ def test_a_wait_has_a_deadline_of_its_own(client: Client, call: str) -> None:
     assert 0.4 < time.monotonic() - begin < 3
 
 
-def test_what_a_worker_would_refuse_is_not_sent(client: Client) -> None:
+def test_a_job_that_a_worker_would_refuse_is_not_sent(client: Client) -> None:
     for arguments in (
         {},
         {"prompt": "x", "messages": [{"role": "user", "content": "x"}]},
@@ -174,7 +174,7 @@ def test_an_id_is_used_once(client: Client) -> None:
         client.submit("x", id="mine", delay=5)
 
 
-def test_a_full_queue_is_an_error_or_a_wait(client: Client, queue: Queue) -> None:
+def test_submit_to_a_full_queue_raises_or_waits(client: Client, queue: Queue) -> None:
     client.redis.hset(client.keys.meta, "max_depth", 1)
     client.submit("one", id="first")
     with pytest.raises(QueueFull) as full:
@@ -223,7 +223,7 @@ def test_map_gives_results_as_completed_and_takes_every_kind_of_prompt(client: C
         list(client.map([[{"role": "user", "content": "hi"}]], timeout=0.1))
 
 
-def test_leaving_map_early_cancels_what_is_unfinished(client: Client, queue: Queue) -> None:
+def test_leaving_map_early_cancels_the_unfinished_jobs(client: Client, queue: Queue) -> None:
     worker = MiniWorker(queue)
     worker.start()
     results = client.map(itertools.chain(["one"], itertools.repeat("HOLD")), window=3, timeout=20)
@@ -239,13 +239,13 @@ def test_map_times_out_when_nothing_finishes(client: Client) -> None:
     assert client.redis.xlen(client.keys.lane("normal")) == 0
 
 
-def test_a_strict_map_of_a_malformed_prompt_raises_and_leaves_nothing_behind(client: Client, queue: Queue) -> None:
+def test_a_strict_map_of_a_malformed_prompt_raises_and_leaves_no_job_behind(client: Client, queue: Queue) -> None:
     with pytest.raises(JobError):
         list(client.map(["a", {"prompt": "b", "n": 0}], timeout=5, strict=True))
     assert queue.depth() == 0
 
 
-def restart(queue: Queue, first: list[str], second: list[str]) -> Scripts:
+def restart(queue: Queue, first: list[str], second: list[str]) -> Steps:
     """A job `a` whose first worker dies after `first`; the second one says `second` and ends it."""
     who, one, two = Identity("a"), queue.scripts("w1"), queue.scripts("w2")
     ref = queue.deliver(one)
@@ -258,7 +258,7 @@ def restart(queue: Queue, first: list[str], second: list[str]) -> Scripts:
     return two
 
 
-def say(queue: Queue, scripts: Scripts, ref: Ref, words: list[str]) -> int:
+def say(queue: Queue, scripts: Steps, ref: Ref, words: list[str]) -> int:
     fence = scripts.start(ref, Identity(ref.id), prompt_tokens=1).fence
     batch = TokenBatch(queue.keys)
     for n, word in enumerate(words, 1):
@@ -267,14 +267,14 @@ def say(queue: Queue, scripts: Scripts, ref: Ref, words: list[str]) -> int:
     return fence
 
 
-def test_after_a_restart_equal_text_goes_on_where_it_was(client: Client, queue: Queue) -> None:
+def test_after_a_restart_with_equal_text_no_piece_is_repeated(client: Client, queue: Queue) -> None:
     restart(queue, ["a", "b", "c"], ["ab", "cd", "e"])
     starts = [e for e in client.job("a").stream(timeout=5) if isinstance(e, StartEvent)]
     assert [e.fence for e in starts] == [1, 2]
     assert list(client.job("a").text(timeout=5)) == ["a", "b", "c", "d", "e"]
 
 
-def test_after_a_restart_other_text_is_an_error_for_those_who_hold_text(client: Client, queue: Queue) -> None:
+def test_after_a_restart_with_different_text_a_reader_gets_an_error(client: Client, queue: Queue) -> None:
     restart(queue, ["a", "b"], ["x", "y"])
     pieces = client.job("a").text(timeout=5)
     assert [next(pieces), next(pieces)] == ["a", "b"]

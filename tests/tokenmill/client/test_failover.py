@@ -1,4 +1,4 @@
-"""What callers see while a real Redis changes its master, restarts, hangs, or is not the one that they meant."""
+"""What callers see while a real Redis fails over, restarts or hangs, or if the URL leads to the wrong server."""
 
 from __future__ import annotations
 
@@ -250,7 +250,9 @@ def test_a_map_that_waited_for_room_outlives_an_outage(
         assert mapping.outcome() == ["a ", "b ", "c "]
 
 
-def test_patience_is_counted_from_the_first_failure_of_each_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_retries_is_counted_from_the_first_failure_of_each_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [0.0]
     monkeypatch.setattr("tokenmill.client.patience.time.monotonic", lambda: now[0])
     line, gone = Line(), redis.ConnectionError("gone")
@@ -311,7 +313,7 @@ def end(queue: Queue, job_id: str) -> None:
 
 
 @pytest.mark.redis_server
-def test_what_map_cannot_clean_up_does_not_hide_its_error(
+def test_a_cancel_that_fails_does_not_hide_the_error_of_a_map(
     own_redis: RedisServer, client: Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tokenmill.client.core.CLEAN_UP_S", 0.1)
@@ -359,7 +361,7 @@ TIMED: dict[str, Callable[[Client, float], Any]] = {
 @pytest.mark.redis_server
 @pytest.mark.parametrize("seconds", [0, 0.3])
 @pytest.mark.parametrize("fault", [hang, kill])
-def test_a_time_out_is_kept_whatever_redis_does(
+def test_a_time_out_is_kept_while_redis_hangs_or_is_away(
     fault: Callable[[RedisServer], None], seconds: float, own_redis: RedisServer, client: Client
 ) -> None:
     client.submit("one", id="a")
@@ -371,7 +373,7 @@ def test_a_time_out_is_kept_whatever_redis_does(
         assert isinstance(error.__cause__, RedisError), name
 
 
-def test_a_host_that_answers_nothing_at_all_keeps_no_caller() -> None:
+def test_calls_to_a_host_that_never_answers_end_with_their_time_out() -> None:
     with socket.socket() as listener, socket.socket() as filler:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
@@ -392,7 +394,7 @@ ASKED: dict[str, Call] = {
 
 
 @pytest.mark.redis_server
-def test_an_error_that_waiting_cannot_mend_is_raised_at_once(own_redis: RedisServer, server: redis.Redis) -> None:
+def test_an_error_that_no_retry_can_mend_is_raised_at_once(own_redis: RedisServer, server: redis.Redis) -> None:
     server.execute_command("ACL", "SETUSER", "nobody", "on", ">secret", "~*", "+@connection")
     place = f"127.0.0.1:{own_redis.port}/0"
     wrong = {
@@ -460,7 +462,7 @@ def test_a_submit_whose_reply_was_lost_adds_one_job(
 
 
 @pytest.mark.redis_server
-def test_when_the_time_is_up_what_is_there_is_handed_out(queue: Queue, client: Client) -> None:
+def test_events_that_came_before_the_time_out_are_yielded(queue: Queue, client: Client) -> None:
     job = client.submit("one two")
     with worker(queue):
         job.result(timeout=20)
@@ -509,10 +511,10 @@ def test_a_note_for_rqs_dashboards_ends_no_job(monkeypatch: pytest.MonkeyPatch) 
 
     job = RqJob(id="a", connection=redis.Redis())
     monkeypatch.setattr(job, "save_meta", lambda: refuse(redis.exceptions.ReadOnlyError("You can't write")))
-    jobs._tell(job, {"status": "submitted"})
+    jobs._note(job, {"status": "submitted"})
     monkeypatch.setattr(job, "save_meta", lambda: refuse(NoPermissionError("no rights")))
     with pytest.raises(NoPermissionError):
-        jobs._tell(job, {"status": "submitted"})
+        jobs._note(job, {"status": "submitted"})
 
 
 @pytest.mark.parametrize(
@@ -535,7 +537,7 @@ def test_a_note_for_rqs_dashboards_ends_no_job(monkeypatch: pytest.MonkeyPatch) 
         (redis.exceptions.InvalidResponse("Protocol error"), False),
     ],
 )
-def test_passing_errors_of_redis_are_told_apart_from_lasting_ones(error: RedisError, passes: bool) -> None:
+def test_retryable_errors_of_redis_are_distinguished_from_lasting_errors(error: RedisError, passes: bool) -> None:
     assert transient(error) is passes
 
 

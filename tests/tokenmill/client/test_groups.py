@@ -1,4 +1,4 @@
-"""Groups, the state of a job, results without waiting, and what `map` says of each prompt, in both clients."""
+"""Groups, the state of a job, results without waiting, and the prompts of `map`, in both clients."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_status_is_one_round_trip(client: Client, queue: Queue) -> None:
     assert len(sent) == 1
 
 
-def test_a_result_without_waiting_is_there_or_not(client: Client, queue: Queue) -> None:
+def test_a_result_without_waiting_is_returned_or_raises_a_time_out(client: Client, queue: Queue) -> None:
     job = client.submit("x")
     with pytest.raises(WaitTimeout):
         job.result(timeout=0)
@@ -97,7 +97,7 @@ MALFORMED += [{"messages": ["no object"]}, {"prompt": "x", "delay": "soon"}, {1,
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_a_malformed_prompt_fails_in_its_place_and_cancels_nothing(
+def test_a_malformed_prompt_fails_in_its_place_and_cancels_no_job(
     client: Client, worker: MiniWorker, ordered: bool
 ) -> None:
     prompts = [*MALFORMED, "good", *MALFORMED]
@@ -116,7 +116,7 @@ def test_a_malformed_prompt_fails_in_its_place_and_cancels_nothing(
         list(client.map(["", "good"], strict=True, timeout=5))
 
 
-def test_a_queue_without_room_is_no_fault_of_a_prompt(client: Client, queue: Queue) -> None:
+def test_map_without_wait_raises_where_the_queue_is_full(client: Client, queue: Queue) -> None:
     queue.redis.hset(queue.keys.meta, "max_depth", 0)
     with pytest.raises(QueueFull):
         list(client.map(["x"], wait=False, timeout=5))
@@ -155,7 +155,7 @@ def test_a_group_is_followed_while_its_members_end(client: Client, queue: Queue,
     assert first + [result.text for result in results] == [f"w{number} " for number in range(40)]
 
 
-def test_a_group_that_is_not_complete_is_waited_for(client: Client, worker: MiniWorker) -> None:
+def test_following_a_group_waits_until_it_is_complete(client: Client, worker: MiniWorker) -> None:
     group = client.group()
     group.submit("one")
     ends = group.finished(timeout=1)
@@ -206,7 +206,7 @@ def test_cancelling_a_group_ends_its_members_wherever_they_were_submitted(
     assert client.group("unknown").cancel() == {}
 
 
-def test_all_ids_of_a_sorted_set_are_read_whatever_their_scores(
+def test_all_ids_of_a_sorted_set_are_read_even_if_scores_are_equal(
     client: Client, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(groups, "PAGE", 2)

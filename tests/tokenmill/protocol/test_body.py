@@ -27,7 +27,7 @@ def refusal(raw: bytes) -> JobError:
     return error.value
 
 
-def test_nothing_but_a_prompt_is_needed_and_nothing_is_filled_in() -> None:
+def test_a_body_needs_only_a_prompt_and_absent_keys_stay_none() -> None:
     assert body().model_dump(exclude_none=True) == {"prompt": "x"}
     assert parse_body(b'{"prompt":[0,5]}').prompt == [0, 5]
 
@@ -71,7 +71,7 @@ def test_nothing_but_a_prompt_is_needed_and_nothing_is_filled_in() -> None:
         ("metadata", [{"a": [1, {"b": None}]}], ["a"]),
     ],
 )  # fmt: skip
-def test_every_key_takes_its_range_and_no_more(key: str, good: list[Any], bad: list[Any]) -> None:
+def test_every_key_accepts_its_range_and_nothing_outside_of_it(key: str, good: list[Any], bad: list[Any]) -> None:
     for value in good:
         assert getattr(body(**{key: value}), key) is not None
     for value in bad:
@@ -83,7 +83,7 @@ def test_every_key_takes_its_range_and_no_more(key: str, good: list[Any], bad: l
     assert getattr(parse_body(json.dumps(absent).encode()), key) is None
 
 
-def test_null_is_absent_in_nested_objects_too() -> None:
+def test_null_means_absent_in_nested_objects_too() -> None:
     call = {"id": "c", "type": "function", "index": None, "function": {"name": "f", "arguments": "{}", "strict": None}}
     chat = [
         {"role": "user", "content": [{"type": "text", "text": "x", "cache": None}], "name": None},
@@ -124,7 +124,7 @@ def test_null_is_absent_in_nested_objects_too() -> None:
         assert (parsed.chat_template_kwargs, parsed.logit_bias, parsed.structure) == ({}, {}, ("json_object", None))
 
 
-def test_null_is_a_value_in_what_users_define() -> None:
+def test_null_is_kept_in_schemas_and_tool_arguments() -> None:
     schema = {"type": ["string", "null"], "enum": ["a", None], "default": None, "const": None}
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": None}}}
     asked = {
@@ -163,7 +163,7 @@ def test_null_is_a_value_in_what_users_define() -> None:
         ("model", "m" * 513, "512", "512"),
     ],
 )
-def test_a_value_out_of_range_is_answered_with_both_ends_of_the_range(
+def test_the_error_of_a_value_out_of_range_states_both_ends_of_the_range(
     key: str, value: Any, low: str, high: str
 ) -> None:
     message = refusal(json.dumps({"prompt": "x", key: value}).encode()).message
@@ -173,14 +173,14 @@ def test_a_value_out_of_range_is_answered_with_both_ends_of_the_range(
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-1e400"])
-def test_a_value_that_is_not_finite_is_answered_with_the_range(value: str) -> None:
+def test_the_error_of_a_value_that_is_not_finite_states_the_range(value: str) -> None:
     said = "temperature: must be finite: a number from 0 to 2"
     assert refusal(f'{{"prompt":"x","temperature":{value}}}'.encode()).message == said
     with pytest.raises(JobError, match=said):
         encode_body({"prompt": "x", "temperature": float(value)})
 
 
-def test_one_value_is_checked_as_in_a_body() -> None:
+def test_check_value_applies_the_rules_of_the_body() -> None:
     assert check_value("min_p", 0.5) == 0.5
     with pytest.raises(JobError, match="min_p: must be a number from 0 to 1"):
         check_value("min_p", 2)
@@ -223,7 +223,7 @@ def test_one_value_is_checked_as_in_a_body() -> None:
         ({"kéy": 5}, "kéy"),
     ],
 )
-def test_what_does_not_go_together_is_named(params: dict[str, Any], word: str) -> None:
+def test_the_error_of_keys_that_exclude_each_other_names_a_key(params: dict[str, Any], word: str) -> None:
     error = refusal(json.dumps({"prompt": "x", **params}).encode())
     assert error.code is ErrorCode.INVALID_REQUEST
     assert word in error.message
@@ -258,14 +258,14 @@ def test_what_does_not_go_together_is_named(params: dict[str, Any], word: str) -
         (b"\x00" * 2_000_000, ErrorCode.TOO_LARGE, "bytes"),
     ],
 )
-def test_what_is_broken_is_an_error_of_its_own_kind(raw: bytes, code: ErrorCode, word: str) -> None:
+def test_each_kind_of_broken_body_has_its_own_error_code(raw: bytes, code: ErrorCode, word: str) -> None:
     error = refusal(raw)
     assert error.code is code
     assert word in error.message
     assert len(error.message) <= 200
 
 
-def test_the_readings_that_a_worker_takes() -> None:
+def test_derived_properties_of_a_body() -> None:
     assert body(max_completion_tokens=7).output_limit == 7
     assert body(max_tokens=7, max_completion_tokens=7).output_limit == 7
     assert (body().stops, body(stop="a").stops, body(stop=["a", "b"]).stops) == ((), ("a",), ("a", "b"))
@@ -281,7 +281,7 @@ def test_the_readings_that_a_worker_takes() -> None:
     assert body(structured_outputs={"choice": ["a"]}).structure == ("choice", ["a"])
 
 
-def test_a_chat_is_plain_dicts_with_its_text_parts_joined() -> None:
+def test_a_chat_is_a_list_of_plain_dicts_with_text_parts_joined() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [
         {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -296,13 +296,23 @@ def test_a_chat_is_plain_dicts_with_its_text_parts_joined() -> None:
     ]
 
 
+def test_a_refusal_that_is_sent_back_is_what_the_assistant_said() -> None:
+    dumped = {"role": "assistant", "content": None, "refusal": "I can't.", "annotations": [], "audio": None}
+    assert body(prompt=None, messages=[dumped, {**dumped, "content": "x"}]).chat == [
+        {"role": "assistant", "content": "I can't."},
+        {"role": "assistant", "content": "x"},
+    ]
+    with pytest.raises(JobError, match=r"messages.*refusal"):
+        body(prompt=None, messages=[{**dumped, "role": "user"}])
+
+
 @pytest.mark.parametrize("message", [{"role": "user"}, {"role": "assistant", "content": None, "tool_calls": []}])
-def test_a_message_without_content_is_refused_whatever_the_template_makes_of_it(message: object) -> None:
+def test_a_message_needs_content_or_tool_calls(message: object) -> None:
     with pytest.raises(JobError, match=r"messages.*content"):
         body(prompt=None, messages=[message])
 
 
-def test_a_producer_sends_only_what_a_worker_takes() -> None:
+def test_encode_body_accepts_only_bodies_that_a_worker_accepts() -> None:
     assert orjson.loads(encode_body({"prompt": "x", "seed": None, "logit_bias": {5: -1}})) == {
         "prompt": "x", "logit_bias": {"5": -1},
     }  # fmt: skip
@@ -324,13 +334,13 @@ JSON = st.recursive(
 
 @settings(max_examples=400, deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(Body.model_fields)) | st.text(max_size=8), JSON, max_size=6))
-def test_any_json_at_all_is_a_body_or_an_error_that_names_what_is_wrong(data: dict[str, Any]) -> None:
+def test_random_json_is_a_body_or_an_error_that_names_the_key(data: dict[str, Any]) -> None:
     check(json.dumps(data, ensure_ascii=False).encode("utf-8", "surrogatepass"))
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200) | st.text(alphabet='{}[]",:promtx0123456789.eE+-\\u \n', max_size=80).map(str.encode))
-def test_any_bytes_at_all_are_a_body_or_an_error(raw: bytes) -> None:
+def test_random_bytes_are_a_body_or_an_error(raw: bytes) -> None:
     check(raw)
 
 

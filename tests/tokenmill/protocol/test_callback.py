@@ -24,7 +24,7 @@ LISTED = AllowList.of(
         ("https://host/@x:y@z", CallbackUrl("https", "host", 443, "/@x:y@z")),
     ],
 )
-def test_a_url_is_taken_apart_in_its_normal_form(url: str, taken_apart: CallbackUrl) -> None:
+def test_a_callback_url_is_split_into_normalised_parts(url: str, taken_apart: CallbackUrl) -> None:
     assert parse_callback(url) == taken_apart
 
 
@@ -81,7 +81,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("url", BAD)
-def test_what_could_be_read_in_two_ways_is_refused(url: str) -> None:
+def test_an_ambiguous_callback_url_is_refused(url: str) -> None:
     with pytest.raises(CallbackError, match=BAD[url]):
         parse_callback(url)
     with pytest.raises(CallbackError, match=BAD[url]):
@@ -99,7 +99,7 @@ def test_what_could_be_read_in_two_ways_is_refused(url: str) -> None:
         "http://COLLECTOR.internal.:8080/x",
     ],
 )
-def test_hosts_are_compared_in_their_normal_form(url: str) -> None:
+def test_hosts_are_compared_in_normal_form(url: str) -> None:
     assert LISTED.check(url).may_be_private == url.startswith("http:")
 
 
@@ -117,14 +117,14 @@ def test_hosts_are_compared_in_their_normal_form(url: str) -> None:
         "https://[2001:db8::2]/",
     ],
 )
-def test_what_is_not_listed_is_refused(url: str) -> None:
+def test_a_callback_url_that_no_entry_allows_is_refused(url: str) -> None:
     with pytest.raises(CallbackError, match="callback-hosts"):
         LISTED.check(url)
     with pytest.raises(CallbackError):
         AllowList.of(()).check(url)
 
 
-def test_an_entry_without_a_scheme_allows_http_only_where_all_of_them_do() -> None:
+def test_an_entry_without_a_scheme_allows_http_only_with_any_scheme() -> None:
     assert LISTED.check("http://hooks.example.org/", any_scheme=True).url.scheme == "http"
     with pytest.raises(CallbackError):
         LISTED.check("https://collector.internal:8080/", any_scheme=True)
@@ -134,6 +134,6 @@ def test_an_entry_without_a_scheme_allows_http_only_where_all_of_them_do() -> No
     "entry",
     ["https://hooks.example.org/x", "ftp://x", "*.example.org", "a/b", "u@host", "host:0", "bücher.example", "a b", ""],
 )
-def test_a_senseless_entry_is_shown(entry: str) -> None:
+def test_the_error_of_a_malformed_entry_shows_the_entry(entry: str) -> None:
     with pytest.raises(ValueError, match="is not an entry"):
         AllowList.of([entry])

@@ -1,4 +1,4 @@
-"""Delayed jobs obey the queue's caps, come due in any number, and can be told from jobs that nobody knows."""
+"""Delayed jobs obey the queue's caps, join their lanes in any number, and have a state of their own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_due(queue: Queue) -> None:
         queue.redis.zadd(queue.keys.delayed, {job_id: place})
 
 
-def test_the_depth_caps_what_is_put_aside_but_no_job_of_today(client: Client, queue: Queue) -> None:
+def test_max_depth_counts_delayed_jobs_only_against_delayed_jobs(client: Client, queue: Queue) -> None:
     queue.redis.hset(queue.keys.meta, "max_depth", 2)
     for n in range(2):
         client.submit("x", id=f"later{n}", delay=60)
@@ -40,7 +40,7 @@ def test_the_depth_caps_what_is_put_aside_but_no_job_of_today(client: Client, qu
     assert queue.redis.zcard(queue.keys.delayed) == 2
 
 
-def test_the_tenants_cap_counts_what_it_has_put_aside(client: Client, queue: Queue) -> None:
+def test_max_per_tenant_counts_delayed_jobs_against_a_delayed_job(client: Client, queue: Queue) -> None:
     queue.redis.hset(queue.keys.meta, "max_per_tenant", 2)
     first = client.submit("x", tenant="t", delay=60)
     client.submit("x", tenant="t", delay=60)
@@ -54,7 +54,7 @@ def test_the_tenants_cap_counts_what_it_has_put_aside(client: Client, queue: Que
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_what_is_due_joins_its_lane_only_below_the_caps(client: Client, queue: Queue, by_hand: bool) -> None:
+def test_a_due_job_joins_its_lane_only_below_the_caps(client: Client, queue: Queue, by_hand: bool) -> None:
     scripts, redis, keys = queue.scripts(), queue.redis, queue.keys
     for n in range(4):
         if by_hand:  # in one MULTI, as from any language
@@ -75,7 +75,7 @@ def test_what_is_due_joins_its_lane_only_below_the_caps(client: Client, queue: Q
     assert (redis.get(keys.quota("t")), redis.zrange(keys.delayed, 0, -1)) == (b"2", [b"3"])
 
 
-def test_a_tenant_at_its_cap_holds_up_no_other(client: Client, queue: Queue) -> None:
+def test_a_tenant_at_its_cap_does_not_delay_other_tenants(client: Client, queue: Queue) -> None:
     scripts = queue.scripts()
     queue.redis.hset(queue.keys.meta, "max_per_tenant", 1)
     client.submit("x", tenant="t")
@@ -91,7 +91,7 @@ def test_a_tenant_at_its_cap_holds_up_no_other(client: Client, queue: Queue) -> 
     assert due > queue.redis.time()[0] * 1000, "they are looked at again, but not at once"
 
 
-def test_any_number_that_is_due_is_moved_in_one_call_in_the_order_of_their_times(queue: Queue) -> None:
+def test_one_promote_moves_all_due_jobs_in_the_order_of_their_due_times(queue: Queue) -> None:
     scripts, count = queue.scripts(), 300 if queue.real else 40
     for n in range(count):
         queue.redis.hset(queue.keys.delayed_job(f"{n}"), mapping={"id": f"{n}", "body": BODY})
@@ -101,7 +101,7 @@ def test_any_number_that_is_due_is_moved_in_one_call_in_the_order_of_their_times
     assert scripts.promote() == 0
 
 
-def test_a_repeated_submit_whose_reply_was_lost_puts_aside_once(queue: Queue) -> None:
+def test_a_repeated_delayed_enqueue_whose_reply_was_lost_adds_one_job(queue: Queue) -> None:
     entry, runner = JobEntry("a", BODY, tenant="t"), Runner(queue.redis)
     call = enqueue_call(queue.keys, entry, "low", 60)
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_a_repeated_submit_whose_reply_was_lost_puts_aside_once(queue: Queue) ->
         queue.scripts().enqueue(entry, delay=5)
 
 
-def test_a_submit_that_waits_puts_aside_once_there_is_room(client: Client, queue: Queue) -> None:
+def test_a_delayed_submit_waits_until_the_queue_is_below_its_cap(client: Client, queue: Queue) -> None:
     queue.redis.hset(queue.keys.meta, "max_depth", 1)
     client.submit("x", id="first", delay=60)
     threading.Timer(0.1, client.job("first").cancel).start()

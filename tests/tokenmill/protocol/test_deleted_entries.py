@@ -1,10 +1,11 @@
-"""Counters heal where entries or lanes were deleted by hand, and readers of the deleted jobs get a result."""
+"""After entries or lanes were deleted by hand, counters become correct again and readers of the jobs get a result."""
 
 from __future__ import annotations
 
 import pytest
 
 from producer.janitor import clean_up
+from tests.steps import Steps
 from tests.tokenmill.mini import Queue
 from tokenmill.client.sync import Client
 from tokenmill.protocol.calls import QuotaExceeded
@@ -13,23 +14,23 @@ from tokenmill.protocol.job import Identity, JobEntry
 from tokenmill.protocol.keys import GROUP
 from tokenmill.protocol.replies import Ref, StartStatus
 from tokenmill.protocol.result import Result, Status
-from tokenmill.protocol.scripts import DELETED, Scripts
+from tokenmill.protocol.scripts import DELETED
 
 BODY = b'{"prompt":"x"}'
 
 
 def delete(queue: Queue, entry: str, lane: str = "normal") -> None:
-    """As an operator would, by hand."""
+    """Delete entries as an operator does, by hand."""
     queue.redis.xdel(queue.keys.lane(lane), entry)
 
 
-def look(queue: Queue, scripts: Scripts) -> int:
-    """Looks and grace over at once: what is missing is missed by the first look and ended by the second."""
+def look(queue: Queue, scripts: Steps) -> int:
+    """Reconcile twice without interval and grace: the first look finds an entry missing, the second ends its job."""
     ended = scripts.reconcile(1000, look_ms=-1000)
     return ended + scripts.reconcile(1000, look_ms=-1000)
 
 
-def run(scripts: Scripts, ref: Ref, who: Identity) -> None:
+def run(scripts: Steps, ref: Ref, who: Identity) -> None:
     started = scripts.start(ref, who, prompt_tokens=1)
     assert started.status is StartStatus.OK
     scripts.finalise(ref, who, Result(ref.id, Status.SUCCEEDED), fence=started.fence, published=0)
@@ -63,6 +64,24 @@ class TestQuota:
         assert queue.redis.get(queue.keys.quota("t")) == b"0"
         assert queue.hash(queue.keys.group("g")) == {"total": "1", "succeeded": "1"}
 
+    @pytest.mark.parametrize("starts", [True, False], ids=["started", "answered without a start"])
+    @pytest.mark.parametrize("other", [{}, {"tenant": "u", "group": "h"}, {"tenant": "t", "group": "h"}])
+    def test_the_same_id_as_a_bare_entry_of_another_tenant_or_group_leaves_no_count(
+        self, queue: Queue, other: dict[str, str], starts: bool
+    ) -> None:
+        scripts, who = queue.scripts(), Identity("a", **other)
+        delete(queue, scripts.enqueue(JobEntry("a", BODY, tenant="t", group="g")))
+        ref = queue.deliver(scripts, "a", **other)
+        if starts:
+            run(scripts, ref, who)
+        else:
+            scripts.answer(ref, who, Result("a", Status.FAILED))
+        assert queue.redis.get(queue.keys.quota("t")) == b"0"
+        assert not queue.redis.exists(queue.keys.booked("t"), queue.keys.booked("u"))
+        assert queue.hash(queue.keys.group("g")) == {"total": "0"}
+        if other:
+            assert queue.hash(queue.keys.group("h")) == {"total": "1", "succeeded" if starts else "failed": "1"}
+
     @pytest.mark.parametrize("whole_lane", [False, True])
     def test_deleted_jobs_do_not_count_against_a_tenants_cap(self, queue: Queue, whole_lane: bool) -> None:
         scripts = queue.scripts()
@@ -83,7 +102,7 @@ class TestQuota:
         entries = [scripts.enqueue(JobEntry(f"{n}", BODY, tenant="t")) for n in range(40)]
         queue.redis.hset(queue.keys.meta, "max_per_tenant", 40)
         delete(queue, entries[-1])
-        for _ in range(2):  # sixteen are looked at in a call
+        for _ in range(2):  # a call looks at sixteen members
             with pytest.raises(QuotaExceeded):
                 scripts.enqueue(JobEntry("new", BODY, tenant="t"))
         scripts.enqueue(JobEntry("new", BODY, tenant="t"))
@@ -116,7 +135,7 @@ class TestReconcile:
         assert look(queue, scripts) == 0
         assert queue.hash(keys.job("stays"))["state"] == "queued"
 
-    def test_a_deleted_lane_ends_what_waited_and_what_ran_in_it(self, queue: Queue) -> None:
+    def test_a_deleted_lane_ends_its_queued_and_running_jobs(self, queue: Queue) -> None:
         scripts, who = queue.scripts(), Identity("ran", tenant="t")
         queue.redis.hset(queue.keys.meta, "max_running_per_tenant", 5)
         ref = queue.deliver(scripts, "ran", tenant="t")
@@ -131,7 +150,7 @@ class TestReconcile:
         assert not queue.redis.exists(queue.keys.open, queue.keys.running("t"))
 
     def test_a_job_is_not_cancelled_while_an_unread_entry_may_be_its_moved_copy(self, queue: Queue) -> None:
-        """Somebody adds it to another lane with a bare XADD, then deletes the first entry."""
+        """An operator adds the job to another lane with a bare XADD, then deletes the first entry."""
         scripts, keys = queue.scripts(), queue.keys
         first = scripts.enqueue(JobEntry("a", BODY))
         moved = queue.add("a", lane="high")
@@ -144,7 +163,7 @@ class TestReconcile:
         assert look(queue, scripts) == 0
         assert Result.from_json(queue.redis.get(keys.result("a")) or b"").status is Status.SUCCEEDED
 
-    def test_a_job_that_was_enqueued_again_or_put_aside_is_left_alone(self, queue: Queue) -> None:
+    def test_reconcile_ignores_a_job_that_was_enqueued_again_or_delayed(self, queue: Queue) -> None:
         scripts = queue.scripts()
         for job_id in ("again", "aside"):
             delete(queue, scripts.enqueue(JobEntry(job_id, BODY)))
@@ -165,13 +184,13 @@ class TestReconcile:
             scripts.reconcile(4, look_ms=-1)
         assert queue.redis.zcount(queue.keys.open, "-inf", "+inf") == 9
 
-    def test_a_member_that_is_no_job_id_is_removed_from_the_index(self, queue: Queue) -> None:
+    def test_a_member_of_open_that_is_not_a_job_id_is_removed(self, queue: Queue) -> None:
         scripts = queue.scripts()
         queue.redis.zadd(queue.keys.open, {b"\xff": 1, "unknown": 2, "old": -1})
         assert look(queue, scripts) == 0
         assert not queue.redis.exists(queue.keys.open)
 
-    def test_an_ended_job_is_in_no_index(self, queue: Queue) -> None:
+    def test_an_ended_job_is_not_in_open(self, queue: Queue) -> None:
         scripts = queue.scripts()
         run(scripts, queue.deliver(scripts, "bare", tenant="t"), Identity("bare", tenant="t"))
         scripts.enqueue(JobEntry("a", BODY, tenant="t"))
@@ -186,10 +205,10 @@ class TestLives:
         [
             (("1000", "100"), (1000, 100)),
             (("50", "900"), (50, 50)),
-            (("9" * 20, "100"), (86_400, 100)),  # no expiry that Redis takes
+            (("9" * 20, "100"), (86_400, 100)),  # not an expiry that Redis accepts
         ],
     )
-    def test_a_cancel_keeps_result_and_stream_as_long_as_the_workers_do(
+    def test_result_and_stream_of_a_cancelled_job_live_as_long_as_the_workers_published(
         self, queue: Queue, client: Client, published: tuple[str, str], expected: tuple[int, int]
     ) -> None:
         fields = {"result_ttl_seconds": published[0], "stream_ttl_seconds": published[1]}

@@ -1,4 +1,4 @@
-"""A variable of the environment that means nothing is told with the one that was meant."""
+"""For an unknown environment variable a warning names the most similar known variable."""
 
 from __future__ import annotations
 

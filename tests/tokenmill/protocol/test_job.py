@@ -1,4 +1,4 @@
-"""Entry fields: what is wrong is named, whoever can be answered is."""
+"""Entry fields: an error names the wrong field, and every entry with a usable id gets a result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def raw(entry: JobEntry) -> dict[bytes, bytes]:
     return {k.encode(): v if isinstance(v, bytes) else v.encode() for k, v in entry.fields().items()}
 
 
-def test_an_entry_survives_the_way_through_its_fields() -> None:
+def test_an_entry_is_equal_after_encoding_and_parsing() -> None:
     whole = JobEntry("a", b"{}", 1, 5, False, "g", "t", TRACE, "https://x/y?z", 2)
     for entry in (whole, JobEntry("a", b"{}")):
         assert parse_entry(raw(entry)) == entry
@@ -51,21 +51,23 @@ def test_an_entry_survives_the_way_through_its_fields() -> None:
         ({b"max_attempts": b"0"}, ErrorCode.INVALID_REQUEST, "max_attempts"),
     ],
 )
-def test_what_is_wrong_is_named(fields: dict[bytes, bytes | None], code: ErrorCode, word: str) -> None:
+def test_the_error_of_a_broken_entry_names_the_field(
+    fields: dict[bytes, bytes | None], code: ErrorCode, word: str
+) -> None:
     entry = {k: v for k, v in {**GOOD, **fields}.items() if v is not None}
     with pytest.raises(JobError, match=word) as error:
         parse_entry(entry)
     assert error.value.code is code
 
 
-def test_a_broken_entry_is_answered_as_far_as_it_can_be_read() -> None:
+def test_the_identity_of_a_broken_entry_has_its_readable_fields() -> None:
     fields = {b"id": b"a", b"stream": b"0", b"group": b"g", b"tenant": b"{t}", b"ttl_ms": b"x", b"traceparent": b"x"}
     assert identify(fields) == Identity("a", stream=False, group="g")
     assert identify({b"body": b"{}"}) is None
 
 
 @given(st.dictionaries(st.sampled_from([*GOOD, b"v", b"ttl_ms", b"stream", b"group"]) | st.binary(), st.binary()))
-def test_any_fields_at_all_are_an_entry_or_an_error_with_a_short_message(fields: dict[bytes, bytes]) -> None:
+def test_random_fields_are_an_entry_or_an_error_with_a_short_message(fields: dict[bytes, bytes]) -> None:
     try:
         entry = parse_entry(fields)
     except JobError as refused:

@@ -1,4 +1,4 @@
-"""Keys and page of the protocol say the same."""
+"""Keys, entry fields and error codes are those of docs/protocol.md."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_error_code_of_the_page_is_known_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a:b", "*", "../x", "a\n", "{t}", "é", "a" * 129, " a", "a b"])
-def test_what_is_no_name_cannot_name_a_queue(name: str) -> None:
+def test_a_queue_or_prefix_that_is_not_a_name_is_refused(name: str) -> None:
     assert not is_name(name)
     with pytest.raises(ValueError, match="queue"):
         Keys(name)

@@ -1,4 +1,4 @@
-"""`meta` is read as operators write it, and what they misspell is named."""
+"""`meta` is read as operators write it, and misspelt fields and values are reported."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_word_for_off_lets_workers_read(queue: Queue, word: str) -> None:
         ("zzz", "5", "unknown field 'zzz'"),
     ],
 )
-def test_what_is_misspelt_is_named(name: str, value: str, told: str) -> None:
+def test_misspelt_fields_and_values_of_meta_are_reported(name: str, value: str, told: str) -> None:
     assert Meta.of({name.encode(): value.encode()}) == Meta(problems=(told,))
 
 
@@ -55,7 +55,7 @@ def test_of_many_misspelt_fields_the_first_are_named() -> None:
     assert (len(found), found[-1]) == (6, "and 4 more")
 
 
-def test_a_number_that_is_none_caps_nothing_and_breaks_no_script(queue: Queue) -> None:
+def test_a_malformed_number_in_meta_has_no_effect_and_breaks_no_script(queue: Queue) -> None:
     scripts, keys = queue.scripts(), queue.keys
     names = ("max_depth", "max_per_tenant", "max_running_per_tenant", "lease_ms", "result_ttl_seconds")
     queue.redis.hset(keys.meta, mapping=dict.fromkeys(names, "many"))

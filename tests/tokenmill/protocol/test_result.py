@@ -1,4 +1,4 @@
-"""Results and events: what is written can be read, by strict readers too."""
+"""Results and events can be read back, by strict JSON readers too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.client.core import TextFollower, TextRestarted
+from tokenmill.client.follow import TextFollower, TextRestarted
 from tokenmill.protocol.errors import ErrorCode, JobError
 from tokenmill.protocol.events import FinalEvent, StartEvent, StreamReader, TokenEvent, parse_event
 from tokenmill.protocol.result import Choice, ErrorInfo, Result, Status, Timings, Usage
@@ -23,7 +23,7 @@ def strict(raw: bytes) -> Any:
     return json.loads(raw, parse_constant=refuse)
 
 
-def test_the_shape_is_the_pages() -> None:
+def test_a_result_has_the_shape_of_docs_protocol_md() -> None:
     result = Result(
         "7f3a",
         Status.SUCCEEDED,
@@ -43,13 +43,13 @@ def test_the_shape_is_the_pages() -> None:
     }  # fmt: skip
 
 
-def test_what_does_not_apply_is_left_out_and_what_is_unknown_is_null() -> None:
+def test_optional_keys_are_left_out_and_unknown_values_are_null() -> None:
     data = strict(Result("a", Status.FAILED).to_json())
     assert not {"clamped", "traceparent", "cancel_reason"} & set(data)
     assert data["usage"] == {"prompt_tokens": None, "completion_tokens": None, "cached_tokens": None}
 
 
-def test_numbers_are_finite_and_text_is_utf8_whatever_comes_in() -> None:
+def test_a_result_has_finite_numbers_and_utf8_text_whatever_it_is_made_of() -> None:
     odd = Result(
         "a",
         Status.FAILED,
@@ -77,7 +77,7 @@ def test_numbers_are_finite_and_text_is_utf8_whatever_comes_in() -> None:
         cancel_reason=st.none() | st.text(max_size=9),
     )
 )
-def test_a_result_survives_the_way_through_json(result: Result) -> None:
+def test_a_result_is_equal_after_encoding_and_parsing(result: Result) -> None:
     assert Result.from_json(result.to_json()) == result
 
 
@@ -93,7 +93,7 @@ def test_a_gave_up_names_its_cause_and_a_newer_key_is_ignored() -> None:
             Result.from_json(broken)
 
 
-def test_a_reader_takes_events_up_to_the_end_and_knows_where_to_go_on() -> None:
+def test_a_stream_reader_stops_at_the_final_event_and_keeps_its_last_id() -> None:
     reader = StreamReader()
     start = {b"type": b"start", b"worker": b"w", b"attempt": b"1", b"prompt_tokens": b"3"}
     token = {b"type": b"token", b"index": b"0", b"text": b"x", b"tokens": b"1"}
@@ -110,13 +110,13 @@ def test_a_reader_takes_events_up_to_the_end_and_knows_where_to_go_on() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {b"type": b"odd"}, {b"type": b"token"}, {b"type": b"final", b"status": b"x"}])
-def test_what_is_no_event_is_an_error(fields: dict[bytes, bytes]) -> None:
+def test_an_entry_that_is_not_an_event_raises_an_error(fields: dict[bytes, bytes]) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - each has its own message
         parse_event("1-1", fields)
 
 
 def follow(*events: tuple[int, str]) -> str:
-    """Feed a start for each new fence, and the text; everything handed out."""
+    """Feed a start event for each new fence, and the text; return all text that was yielded."""
     follower, fence, out = TextFollower(), 0, ""
     for n, (at, text) in enumerate(events, 1):
         if at != fence:
@@ -127,7 +127,7 @@ def follow(*events: tuple[int, str]) -> str:
 
 
 @given(st.text(max_size=12), st.integers(0, 12), st.lists(st.integers(0, 12), max_size=4))
-def test_equal_text_after_a_restart_is_handed_out_once_however_it_is_cut(text: str, died: int, cuts: list[int]) -> None:
+def test_equal_text_after_a_restart_is_yielded_once_however_it_is_split(text: str, died: int, cuts: list[int]) -> None:
     edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     second = [(2, text[a:b]) for a, b in itertools.pairwise(edges)]
     assert follow(*((1, char) for char in text[:died]), *second) == text

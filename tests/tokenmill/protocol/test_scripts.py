@@ -1,4 +1,4 @@
-"""The atomic steps, on fakeredis and on a real server alike."""
+"""The scripts, on fakeredis and on a real server."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import pytest
 from redis.exceptions import OutOfMemoryError
 
+from tests.steps import Steps
 from tests.support import RedisServer
 from tests.tokenmill.mini import Queue
 from tokenmill.protocol.calls import JobExists, QueueFull, QuotaExceeded, enqueue_call, enqueue_reply
@@ -28,7 +29,6 @@ from tokenmill.protocol.replies import (
     Why,
 )
 from tokenmill.protocol.result import Choice, Result, Status
-from tokenmill.protocol.scripts import Scripts
 
 BODY = b'{"prompt":"x"}'
 WHO = Identity("a")
@@ -42,7 +42,7 @@ def bare(status: Status = Status.FAILED, job_id: str = "a") -> Result:
     return Result(job_id, status)
 
 
-def start(scripts: Scripts, ref: Ref, who: Identity = WHO, **more: int) -> Started:
+def start(scripts: Steps, ref: Ref, who: Identity = WHO, **more: int) -> Started:
     return scripts.start(ref, who, prompt_tokens=3, **more)
 
 
@@ -65,8 +65,8 @@ class TestEnqueue:
         assert fields == {
             b"id": b"a", b"body": BODY, b"ttl_ms": b"5", b"stream": b"0", b"group": b"g", b"tenant": b"t",
         }  # fmt: skip
-        books = queue.hash(queue.keys.job("a"))
-        assert (books["state"], books["lane"], books["entry"]) == ("queued", "high", entry)
+        stored = queue.hash(queue.keys.job("a"))
+        assert (stored["state"], stored["lane"], stored["entry"]) == ("queued", "high", entry)
         assert queue.redis.ttl(queue.keys.job("a")) == -1
         assert queue.hash(queue.keys.group("g")) == {"total": "1"}
         assert queue.redis.get(queue.keys.quota("t")) == b"1"
@@ -121,7 +121,7 @@ class TestEnqueue:
 
 
 class TestRead:
-    def test_no_more_entries_than_asked_for_over_all_lanes_and_high_first(self, queue: Queue) -> None:
+    def test_a_read_returns_at_most_count_entries_over_all_lanes_high_first(self, queue: Queue) -> None:
         scripts = queue.scripts()
         for lane in ("low", "normal", "high"):
             for n in range(2):
@@ -131,7 +131,7 @@ class TestRead:
         assert len(scripts.read(10) or ()) == 3
         assert scripts.read(10) == []
 
-    def test_what_came_before_the_group_is_not_missed(self, queue: Queue) -> None:
+    def test_entries_from_before_the_group_was_created_are_delivered(self, queue: Queue) -> None:
         queue.add("early")
         assert len(queue.scripts().read(5) or ()) == 1
 
@@ -144,16 +144,16 @@ class TestStart:
         assert (started.status, started.fence, started.attempt, started.deaths) == (StartStatus.OK, 1, 1, 0)
         assert 0 <= started.now_ms - ref.added_ms < 60_000
         assert queue.events() == [StartEvent("1-0", 1, "w1", 1, 3)]
-        books = queue.hash(queue.keys.job("a"))
+        stored = queue.hash(queue.keys.job("a"))
         expected = {
             "state": "running", "lane": "normal", "entry": ref.entry, "worker": "w1", "fence": "1", "attempt": "1",
             "deaths": "0", "group": "g", "tenant": "t",
         }  # fmt: skip
-        assert books.items() >= expected.items()
+        assert stored.items() >= expected.items()
         assert queue.redis.ttl(queue.keys.job("a")) == -1
         assert 86_000 < queue.redis.ttl(queue.keys.out("a")) <= 86_400
 
-    def test_only_the_holder_can_start(self, queue: Queue) -> None:
+    def test_only_the_worker_that_holds_the_entry_can_start_it(self, queue: Queue) -> None:
         mine, other = queue.scripts("w1"), queue.scripts("w2")
         ref = queue.deliver(mine)
         assert start(other, ref).status is StartStatus.LOST
@@ -167,7 +167,7 @@ class TestStart:
         assert start(scripts, ref).status is StartStatus.LOST
         assert scripts.renew([ref]) == [ref]
 
-    def test_without_a_group_everything_is_lost_and_nothing_breaks(self, queue: Queue) -> None:
+    def test_without_a_consumer_group_every_entry_is_lost_without_error(self, queue: Queue) -> None:
         scripts = queue.scripts()
         ref = queue.deliver(scripts)
         queue.redis.delete(queue.keys.lane("normal"))
@@ -195,7 +195,7 @@ class TestStart:
         assert (again.status, again.fence, again.attempt) == (StartStatus.OK, first.fence, 1)
         assert len(queue.events()) == 1
 
-    def test_many_starts_in_one_round_trip_stand_each_for_itself(self, queue: Queue) -> None:
+    def test_starts_in_one_round_trip_are_independent(self, queue: Queue) -> None:
         scripts = queue.scripts()
         queue.redis.script_flush()
         refs = [queue.deliver(scripts, job_id) for job_id in ("a", "b", "c")]
@@ -215,11 +215,11 @@ class TestStart:
         assert queue.hash(queue.keys.job("a"))["state"] == "queued"
         take_over(queue, ref, "w1")
         assert (start(one, ref).attempt, queue.hash(queue.keys.job("a"))["deaths"]) == (3, "1")
-        assert one.yield_(ref, idle_ms=0, polite=False)
+        assert one.yield_(ref, idle_ms=0, graceful=False)
         take_over(queue, ref, "w2")
         assert start(two, ref).deaths == 2
 
-    def test_a_second_entry_of_a_live_id_is_a_duplicate_and_goes(self, queue: Queue) -> None:
+    def test_a_second_entry_of_a_live_id_is_a_duplicate_and_is_deleted(self, queue: Queue) -> None:
         scripts = queue.scripts()
         first = queue.deliver(scripts)
         start(scripts, first)
@@ -229,7 +229,7 @@ class TestStart:
             assert queue.redis.xlen(queue.keys.lane(lane)) == (1 if lane == "normal" else 0)
         assert start(scripts, first).status is StartStatus.OK
 
-    def test_entries_of_one_id_number_in_two_lanes_are_two_jobs(self, queue: Queue) -> None:
+    def test_equal_entry_ids_in_two_lanes_are_two_jobs(self, queue: Queue) -> None:
         scripts = queue.scripts()
         for lane in ("high", "low"):
             queue.redis.xadd(queue.keys.lane(lane), {"id": "a", "body": BODY}, id="7-7")
@@ -238,14 +238,14 @@ class TestStart:
         assert start(scripts, Ref("low", "7-7", "a")).status is StartStatus.DUP
         assert start(scripts, Ref("high", "7-7", "a")).status is StartStatus.OK
 
-    def test_a_finished_id_is_a_duplicate(self, queue: Queue) -> None:
+    def test_an_entry_of_an_id_with_a_result_is_a_duplicate(self, queue: Queue) -> None:
         scripts = queue.scripts()
         finish_one(queue, scripts)
         again = queue.deliver(scripts)
         assert start(scripts, again).status is StartStatus.DUP
         assert (queue.depth(), pending(queue)) == (0, 0)
 
-    def test_a_cancel_key_stops_it_before_any_event(self, queue: Queue) -> None:
+    def test_a_cancelled_job_is_not_started_and_gets_no_event(self, queue: Queue) -> None:
         scripts = queue.scripts()
         queue.redis.set(queue.keys.cancel("a"), "too late", ex=60)
         ref = queue.deliver(scripts)
@@ -265,7 +265,7 @@ class TestStart:
         assert start(scripts, ref, ttl_ms=5000).status is StartStatus.EXPIRED
         assert start(scripts, ref, ttl_ms=3_600_000).status is StartStatus.OK
 
-    def test_no_more_starts_than_allowed(self, queue: Queue) -> None:
+    def test_max_attempts_limits_the_starts(self, queue: Queue) -> None:
         scripts = queue.scripts()
         ref = queue.deliver(scripts)
         assert [start(scripts, ref, max_attempts=2).status for _ in range(3)] == [
@@ -289,7 +289,7 @@ def take_over(queue: Queue, ref: Ref, consumer: str) -> None:
     assert len(claimed) == 1
 
 
-def finish_one(queue: Queue, scripts: Scripts, job_id: str = "a") -> Ref:
+def finish_one(queue: Queue, scripts: Steps, job_id: str = "a") -> Ref:
     ref = queue.deliver(scripts, job_id)
     who = Identity(job_id)
     fence = start(scripts, ref, who).fence
@@ -299,7 +299,7 @@ def finish_one(queue: Queue, scripts: Scripts, job_id: str = "a") -> Ref:
 
 
 class TestPublish:
-    def test_all_streams_of_a_step_in_one_command(self, queue: Queue) -> None:
+    def test_publish_appends_events_of_many_streams_in_one_command(self, queue: Queue) -> None:
         scripts = queue.scripts()
         for job_id in ("a", "b"):
             start(scripts, queue.deliver(scripts, job_id), Identity(job_id))
@@ -327,7 +327,7 @@ class TestPublish:
         assert [(r.n, r.why) for r in scripts.publish(more)] == [(1, Why.REPEAT), (2, Why.REPEAT)]
         assert [e.id for e in queue.events()] == ["1-0", "1-1", "1-2", "1-3"]
 
-    def test_a_zombie_is_refused_and_its_neighbours_are_not(self, queue: Queue) -> None:
+    def test_events_with_an_old_fence_are_refused_and_those_of_other_jobs_are_not(self, queue: Queue) -> None:
         one, two = queue.scripts("w1"), queue.scripts("w2")
         ref = queue.deliver(one)
         start(one, ref)
@@ -339,14 +339,14 @@ class TestPublish:
         assert [e.id for e in queue.events("a")] == ["1-0", "2-0"]
         assert len(queue.events("b")) == 2
 
-    def test_nothing_follows_the_end(self, queue: Queue) -> None:
+    def test_no_event_follows_the_final_event(self, queue: Queue) -> None:
         scripts = queue.scripts()
         finish_one(queue, scripts)
         before = queue.events()
         assert [r.why for r in scripts.publish(batch(queue, ("a", 1, 2, "x")))] == [Why.LOST]
         assert queue.events() == before
 
-    def test_a_stream_that_is_gone_is_not_brought_back(self, queue: Queue) -> None:
+    def test_publish_does_not_create_a_deleted_stream_again(self, queue: Queue) -> None:
         scripts = queue.scripts()
         start(scripts, queue.deliver(scripts))
         queue.redis.delete(queue.keys.out("a"))
@@ -354,7 +354,7 @@ class TestPublish:
         assert [(r.n, r.why) for r in refused] == [(1, Why.GONE), (2, Why.GONE)]
         assert not queue.redis.exists(queue.keys.out("a"))
 
-    def test_a_key_of_a_wrong_type_hurts_its_own_job_only(self, queue: Queue) -> None:
+    def test_a_stream_key_of_a_wrong_type_affects_only_its_own_job(self, queue: Queue) -> None:
         scripts = queue.scripts()
         start(scripts, queue.deliver(scripts))
         queue.redis.set(queue.keys.out("b"), "not a stream")
@@ -362,7 +362,7 @@ class TestPublish:
         assert [(r.job_id, r.why) for r in refused] == [("b", Why.ERROR)]
         assert "WRONGTYPE" in refused[0].last_id
 
-    def test_a_thousand_events_at_once(self, queue: Queue) -> None:
+    def test_publish_takes_a_thousand_events_at_once(self, queue: Queue) -> None:
         scripts = queue.scripts()
         start(scripts, queue.deliver(scripts))
         assert scripts.publish(batch(queue, *(("a", 1, n, "x") for n in range(1, 1001)))) == []
@@ -370,7 +370,7 @@ class TestPublish:
 
 
 class TestFinalise:
-    def test_the_end_is_all_of_it_or_nothing(self, queue: Queue) -> None:
+    def test_finalise_writes_the_whole_ending(self, queue: Queue) -> None:
         scripts = queue.scripts(result_ttl_s=1000, stream_ttl_s=100)
         scripts.enqueue(JobEntry("a", BODY, group="g", tenant="t"))
         (delivery,) = scripts.read(1) or ()
@@ -424,7 +424,7 @@ class TestFinalise:
         assert two.finalise(ref, WHO, done(), fence=2, published=0) is Ending.OK
         assert one.finalise(ref, WHO, done(), fence=1, published=0) is Ending.DUP
 
-    def test_text_that_redis_forgot_is_noticed_before_anything_is_written(self, queue: Queue) -> None:
+    def test_finalise_detects_lost_events_before_it_writes(self, queue: Queue) -> None:
         scripts = queue.scripts()
         ref = queue.deliver(scripts)
         start(scripts, ref)
@@ -437,7 +437,7 @@ class TestFinalise:
         events = [TokenWrite(1, 0, "xy", 2)]
         assert scripts.finalise(ref, WHO, done("xy"), fence=again, published=0, events=events) is Ending.OK
 
-    def test_events_that_are_there_already_are_not_written_twice(self, queue: Queue) -> None:
+    def test_finalise_does_not_repeat_events_that_are_in_the_stream(self, queue: Queue) -> None:
         scripts = queue.scripts()
         ref = queue.deliver(scripts)
         start(scripts, ref)
@@ -446,7 +446,7 @@ class TestFinalise:
         assert scripts.finalise(ref, WHO, done("xyz"), fence=1, published=1, events=events) is Ending.OK
         assert [e.id for e in queue.events()[:-1]] == ["1-0", "1-1", "1-2", "1-3"]
 
-    def test_without_streaming_the_final_event_carries_no_result(self, queue: Queue) -> None:
+    def test_the_final_event_of_a_job_without_streaming_has_no_result(self, queue: Queue) -> None:
         scripts = queue.scripts()
         ref = queue.deliver(scripts, stream="0")
         who = Identity("a", stream=False)
@@ -483,7 +483,7 @@ class TestFinalise:
         scripts.answer(Ref(delivery.lane, delivery.entry, "counted"), who, bare(job_id="counted"))
         assert queue.redis.get(queue.keys.quota("t")) == b"0"
 
-    def test_groups_count_every_status_bare_entries_too(self, queue: Queue) -> None:
+    def test_groups_count_every_status_and_entries_added_without_enqueue(self, queue: Queue) -> None:
         scripts = queue.scripts()
         queue.redis.hset(queue.keys.group("g"), "expected", 4)
         for status in Status:
@@ -493,7 +493,7 @@ class TestFinalise:
         counts = {status.value: "1" for status in Status}
         assert queue.hash(queue.keys.group("g")) == {"expected": "4", "total": "4", **counts}
 
-    def test_out_of_memory_lets_an_end_through(self, own_redis: RedisServer) -> None:
+    def test_finalise_works_while_redis_is_out_of_memory(self, own_redis: RedisServer) -> None:
         with own_redis.client() as client:
             queue = Queue(own_redis.url, client, Keys())
             scripts = queue.scripts()
@@ -509,7 +509,7 @@ class TestFinalise:
             assert scripts.finalise(ref, WHO, done("hello"), fence=1, published=0, events=events) is Ending.OK
             assert queue.depth() == 0
 
-    def test_a_flushed_script_cache_is_filled_again(self, queue: Queue) -> None:
+    def test_scripts_are_loaded_again_after_a_script_flush(self, queue: Queue) -> None:
         scripts = queue.scripts()
         ref = queue.deliver(scripts)
         start(scripts, ref)
@@ -533,8 +533,37 @@ class TestFinalise:
             assert scripts.finalise(ref, WHO, done(), fence=2, published=0) is Ending.OK
 
 
-class TestSpoiltKeys:
-    """Keys that others may write, with what no script expects: an ending is whole all the same."""
+def test_bytes_and_texts_of_any_size_pass_through_the_scripts_unchanged(queue: Queue) -> None:
+    """Bodies need not be UTF-8; texts may hold what JSON escapes, and numbers are kept to the last digit."""
+    scripts = queue.scripts()
+    size = 4 << 20 if queue.real else 1 << 16
+    body, text = (b'\x00\xff\xfe\r\n"\\' * size)[:size], '\x00\x1f"\\/\u2028\u00e9\U0001f600' * 1000
+    for priority, delay in (("low", None), ("high", 0.001)):
+        entry = JobEntry(f"job-{priority}", body, ttl_ms=10**12 + 1, group="g", callback="https://x/?a=%00'\"")
+        scripts.enqueue(entry, priority, delay)
+        queue.redis.zadd(queue.keys.delayed, {entry.id: 1}, xx=True)
+        scripts.promote()
+        (delivery,) = scripts.read(2) or ()
+        assert delivery.fields == {
+            k.encode(): v if isinstance(v, bytes) else v.encode() for k, v in entry.fields().items()
+        }
+        ref = Ref(delivery.lane, delivery.entry, entry.id)
+        queue.redis.hset(queue.keys.job(entry.id), "fence", 2**51)
+        fence = start(scripts, ref, entry.identity, ttl_ms=entry.ttl_ms or 0).fence
+        assert fence == 2**51 + 1
+        result, logprobs = done(text, job_id=entry.id), '[{"token":"\\u0000","logprob":-1.2345678901234567e-7}]'
+        events = [TokenWrite(n, 0, part, 1, "[]", logprobs) for n, part in enumerate((text, ""), start=1)]
+        dead = DeadLetter(ErrorCode.GAVE_UP, "'\"\ud800", 3, body)
+        assert scripts.finalise(ref, entry.identity, result, fence=fence, events=events, dead=dead) is Ending.OK
+        stored = [fields for _, fields in queue.redis.xrange(queue.keys.out(entry.id))]
+        assert [fields[b"text"].decode() for fields in stored[1:3]] == [text, ""]
+        assert [fields[b"logprobs"].decode() for fields in stored[1:3]] == [logprobs] * 2
+        assert queue.redis.get(queue.keys.result(entry.id)) == result.to_json()
+        assert queue.redis.xrange(queue.keys.dead)[-1][1][b"body"] == body[: 64 << 10]
+
+
+class TestForeignValues:
+    """An ending is complete although keys that other programs may write hold unexpected values."""
 
     def spoil(self, queue: Queue, kind: str) -> None:
         keys, redis = queue.keys, queue.redis
@@ -570,7 +599,9 @@ class TestSpoiltKeys:
 
     @pytest.mark.parametrize("spoilt", ["job", "out", "last id"])
     @pytest.mark.parametrize("starts", [True, False])
-    def test_what_lies_under_a_jobs_names_is_no_obstacle(self, queue: Queue, spoilt: str, starts: bool) -> None:
+    def test_foreign_values_under_a_jobs_keys_stop_no_start_and_no_ending(
+        self, queue: Queue, spoilt: str, starts: bool
+    ) -> None:
         scripts = queue.scripts()
         if spoilt == "last id":
             queue.redis.xadd(queue.keys.out("a"), {"x": "y"}, id=f"{2**64 - 1}-1")
@@ -583,7 +614,7 @@ class TestSpoiltKeys:
         assert [type(e) for e in queue.events()][:: len(queue.events()) - 1] == [StartEvent, FinalEvent]
         assert queue.depth() == 0
 
-    def test_a_cancel_key_that_is_no_string_cancels_nothing(self, queue: Queue) -> None:
+    def test_a_cancel_key_that_is_not_a_string_cancels_nothing(self, queue: Queue) -> None:
         scripts = queue.scripts()
         queue.redis.lpush(queue.keys.cancel("a"), "x")
         assert start(scripts, queue.deliver(scripts)).status is StartStatus.OK
@@ -609,7 +640,7 @@ class TestAnswer:
         with pytest.raises(ValueError, match="no choices"):
             two.answer(ref, WHO, done())
 
-    def test_a_malformed_twin_does_not_end_the_live_job(self, queue: Queue) -> None:
+    def test_a_malformed_second_entry_does_not_end_the_live_job(self, queue: Queue) -> None:
         scripts = queue.scripts()
         good = queue.deliver(scripts)
         start(scripts, good)
@@ -631,7 +662,7 @@ class TestAnswer:
 
 
 class TestLease:
-    def test_renewal_tells_what_was_lost_over_lanes_and_chunks(self, queue: Queue) -> None:
+    def test_renew_returns_the_lost_entries_of_all_lanes_and_chunks(self, queue: Queue) -> None:
         scripts = queue.scripts()
         pipe = queue.redis.pipeline()
         for n in range(300):
@@ -656,14 +687,14 @@ class TestLease:
         assert entry["times_delivered"] == 1
         assert queue.redis.ttl(queue.keys.out("a")) > 80_000
 
-    def test_renewal_of_a_second_entry_leaves_the_stream_of_a_finished_job_its_end(self, queue: Queue) -> None:
+    def test_renewing_a_second_entry_does_not_extend_the_stream_of_an_ended_job(self, queue: Queue) -> None:
         scripts = queue.scripts()
         finish_one(queue, scripts)
         life = queue.redis.ttl(queue.keys.out("a"))
         assert scripts.renew([queue.deliver(scripts)]) == []
         assert 0 < queue.redis.ttl(queue.keys.out("a")) <= life
 
-    def test_a_yielded_entry_can_be_claimed_at_once_and_is_no_longer_anyones_to_end(self, queue: Queue) -> None:
+    def test_a_yielded_entry_can_be_claimed_at_once_and_is_lost_to_its_former_owner(self, queue: Queue) -> None:
         one, two = queue.scripts("w1"), queue.scripts("w2")
         ref = queue.deliver(one)
         assert one.yield_(ref, idle_ms=30_000)
@@ -682,15 +713,9 @@ class TestLease:
         assert scripts.remove_consumer("never seen")
         assert queue.redis.xinfo_consumers(queue.keys.lane("normal"), GROUP) == []
 
-    def test_last_ids_tell_what_redis_still_has(self, queue: Queue) -> None:
-        scripts = queue.scripts()
-        start(scripts, queue.deliver(scripts))
-        scripts.publish(batch(queue, ("a", 1, 1, "x"), ("a", 1, 2, "y")))
-        assert scripts.last_ids(["a", "unknown"]) == {"a": (1, 2), "unknown": (0, 0)}
-
 
 class TestCancel:
-    def test_a_queued_job_ends_at_once(self, queue: Queue) -> None:
+    def test_cancel_ends_a_queued_job_at_once(self, queue: Queue) -> None:
         scripts = queue.scripts()
         trace = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
         scripts.enqueue(JobEntry("a", BODY, group="g", tenant="t", callback="https://x/", traceparent=trace))
@@ -707,7 +732,7 @@ class TestCancel:
         assert queue.redis.xlen(queue.keys.callbacks) == 1
         assert scripts.read(5) == []
 
-    def test_a_job_waiting_in_a_worker_is_lost_to_it(self, queue: Queue) -> None:
+    def test_a_worker_loses_its_waiting_job_when_the_job_is_cancelled(self, queue: Queue) -> None:
         scripts = queue.scripts()
         scripts.enqueue(JobEntry("a", BODY))
         (delivery,) = scripts.read(1) or ()
@@ -717,7 +742,7 @@ class TestCancel:
         assert start(scripts, ref).status is StartStatus.LOST
         assert pending(queue) == 0
 
-    def test_a_running_job_is_asked(self, queue: Queue) -> None:
+    def test_cancel_of_a_running_job_sets_its_cancel_key(self, queue: Queue) -> None:
         scripts = queue.scripts()
         scripts.enqueue(JobEntry("a", BODY))
         (delivery,) = scripts.read(1) or ()
@@ -726,7 +751,7 @@ class TestCancel:
         assert queue.redis.get(queue.keys.cancel("a")) == b"enough"
         assert 40 < queue.redis.ttl(queue.keys.cancel("a")) <= 50
 
-    def test_an_unknown_job_is_remembered_and_a_finished_one_is_left_alone(self, queue: Queue) -> None:
+    def test_cancel_keeps_the_key_of_an_unknown_job_and_changes_no_finished_job(self, queue: Queue) -> None:
         scripts = queue.scripts()
         assert scripts.cancel("never") is CancelReply.ASKED
         finish_one(queue, scripts)
@@ -763,7 +788,7 @@ class TestDelayed:
         assert queue.redis.zrange(queue.keys.delayed, 0, -1) == [b"b"]
         assert not queue.redis.exists(queue.keys.delayed_job("a"))
 
-    def test_a_delayed_job_is_cancelled_at_once(self, queue: Queue) -> None:
+    def test_cancel_ends_a_delayed_job_at_once(self, queue: Queue) -> None:
         scripts = queue.scripts()
         self.later(queue, due=2**42, group="g", stream="0")
         assert scripts.cancel("a") is CancelReply.DONE
@@ -794,7 +819,7 @@ class TestDelayed:
         letters = [fields[b"id"] for _, fields in queue.redis.xrange(queue.keys.dead)]
         assert sorted(letters) == [b"empty", b"no:id", b"text", b"\xff"]
 
-    def test_what_a_worker_can_refuse_is_moved_so_that_its_sender_gets_an_answer(self, queue: Queue) -> None:
+    def test_a_malformed_delayed_job_joins_its_lane_so_that_a_worker_answers_it(self, queue: Queue) -> None:
         scripts = queue.scripts()
         self.later(queue, "lane", due=1, lane="nowhere")
         self.later(queue, "many", due=2, **{f"x{i}": "" for i in range(300)})
@@ -813,14 +838,14 @@ class TestDelayed:
         assert queue.hash(queue.keys.job("own"))["state"] == "queued"
 
 
-def test_cancel_and_finish_in_any_order_leave_one_end_and_no_token_after_it(queue: Queue) -> None:
-    """The race, over random interleavings of the atomic steps of a worker, a thief and a caller."""
+def test_cancel_and_finalise_in_any_order_leave_one_final_event_and_no_token_after_it(queue: Queue) -> None:
+    """Random interleavings of the steps of a worker, of a second worker that takes the job over, and of a client."""
     one, two = queue.scripts("w1"), queue.scripts("w2")
     for seed in range(1000 if queue.real else 150):
         interleave(queue, one, two, seed)
 
 
-def interleave(queue: Queue, one: Scripts, two: Scripts, seed: int) -> None:
+def interleave(queue: Queue, one: Steps, two: Steps, seed: int) -> None:
     rng, job_id = random.Random(seed), f"j{seed}"
     who = Identity(job_id, tenant="t", group="g")
     one.enqueue(JobEntry(job_id, BODY, tenant="t", group="g"))
@@ -828,19 +853,19 @@ def interleave(queue: Queue, one: Scripts, two: Scripts, seed: int) -> None:
     ref = Ref(delivery.lane, delivery.entry, job_id)
     fences: dict[str, tuple[int, int]] = {}
 
-    def run(scripts: Scripts) -> None:
+    def run(scripts: Steps) -> None:
         started = start(scripts, ref, who)
         if started.status is StartStatus.OK:
             fences[scripts.consumer] = (started.fence, 0)
         elif started.status is StartStatus.CANCELLED:
             scripts.answer(ref, who, bare(Status.CANCELLED, job_id))
 
-    def say(scripts: Scripts) -> None:
+    def say(scripts: Steps) -> None:
         fence, n = fences.get(scripts.consumer, (0, 0))
         if fence and not scripts.publish(batch(queue, (job_id, fence, n + 1, "x"))):
             fences[scripts.consumer] = (fence, n + 1)
 
-    def end(scripts: Scripts) -> None:
+    def end(scripts: Steps) -> None:
         fence, n = fences.get(scripts.consumer, (0, 0))
         if fence:
             scripts.finalise(ref, who, done("x" * n, job_id=job_id), fence=fence, published=n)
@@ -853,7 +878,7 @@ def interleave(queue: Queue, one: Scripts, two: Scripts, seed: int) -> None:
     rng.shuffle(steps)
     for step in steps:
         step()
-    steal()  # whoever is left over takes it to its end
+    steal()  # worker w2 takes the job over and ends it
     run(two)
     end(two)
     events = queue.events(job_id)

@@ -1,4 +1,4 @@
-"""A wrong URL is told in one line before anything is done, and shows nothing that may be a password."""
+"""A wrong URL is reported in one line before anything is done, and the line shows nothing that may be a password."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def test_a_wrong_url_is_reported_without_its_password(url: str) -> None:
         "unix://user:pass@/run/redis.sock",
     ],
 )
-def test_what_redis_py_takes_is_taken(url: str) -> None:
+def test_every_url_that_redis_py_accepts_is_accepted(url: str) -> None:
     assert check_url(url) == url
     assert check_url(f" {url}\n") == url
 
 
-def test_no_client_is_made_of_a_wrong_url(tmp_path: Path) -> None:
+def test_a_wrong_url_makes_no_client(tmp_path: Path) -> None:
     for make in (command_client, blocking_client, async_client, Client, AsyncClient):
         with pytest.raises(ValueError, match="unknown option socket_timout"):
             make("redis://h/0?socket_timout=3")

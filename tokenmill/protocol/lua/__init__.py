@@ -1,12 +1,13 @@
-"""Loading and running the Lua files beside this module.
+"""Load and run the Lua scripts of this folder.
 
-    Runner(client).run("renew", keys, args)            # one EVALSHA; loads the script where the server lacks it
+    Runner(client).run("renew", keys, [encode(lane="high", …)])     # one EVALSHA; loads the script if it is missing
     await AsyncRunner(client).run(…)
 
-A script is `common.lua` followed by its own file. It touches only the keys that it is given. Where the name of one
-depends on what Redis holds, it answers `AGAIN` with that name before it has written anything, and is run again with
-the key behind its others. The `#!lua flags=…` line, which lets an ending through while Redis is
-out of memory, is dropped, once, for a server that does not know it (fakeredis, Redis 6).
+A script is `common.lua` followed by its own file. Its first argument is a JSON object, the request; opaque bytes follow
+as arguments of their own. (`publish`, called for every step, takes flat JSON lists instead.) A script touches only keys
+in KEYS. Where a key's name depends on data in Redis, the script replies `AGAIN` with that name before its first write,
+and is run again with the key behind the others. The line `#!lua flags=…` allows an ending while Redis is out of memory;
+it is left out for a server that does not know it (fakeredis, Redis 6).
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+import orjson
 import redis
 import redis.asyncio as aioredis
 from redis.exceptions import NoScriptError, ResponseError
 
 AGAIN_TIMES = 8
-"""How often a script may ask for more keys; each time somebody changed the job in between."""
+"""How often a script may ask for more keys; each time the job was changed between two calls."""
 
 
 @cache
 def source(name: str, shebang: bool = True) -> str:
-    """The text of a script, with or without its first `#!` line."""
+    """Return the text of a script, with or without its first `#!` line."""
     folder = files("tokenmill.protocol.lua")
     own = folder.joinpath(f"{name}.lua").read_text("utf-8")
     first = ""
@@ -42,8 +44,16 @@ def _sha(name: str, shebang: bool) -> str:
     return hashlib.sha1(source(name, shebang).encode(), usedforsecurity=False).hexdigest()
 
 
+def encode(**request: Any) -> bytes:
+    """Encode a script's request as JSON, without the fields that are None.
+
+    cjson turns null into a value that is not nil. Bytes, and texts of megabytes, are arguments of their own behind it.
+    """
+    return orjson.dumps({name: value for name, value in request.items() if value is not None})
+
+
 class _Shared:
-    """What both runners know; `shebang` turns False on the first server that refuses the line."""
+    """The common part of both runners. `shebang` becomes False when the server refuses the `#!` line."""
 
     shebang: bool = True
 
@@ -51,25 +61,27 @@ class _Shared:
         return ("EVALSHA", _sha(name, self.shebang), len(keys), *keys, *args)
 
     def more_keys(self, name: str, reply: Any, times: int) -> list[str | bytes]:
-        """The keys that a script asks for in place of a reply; none where it has done its work.
+        """Return the keys that a script asks for; empty if `reply` is a proper reply.
 
         Raises:
-            ResponseError: it was given more keys `times` times, and still asks.
+            ResponseError: the script was given more keys `times` times, the limit, and still asks.
         """
         if not (isinstance(reply, list) and reply and reply[0] == b"AGAIN"):
             return []
         if times >= AGAIN_TIMES:
-            raise ResponseError(f"script {name}: the job changes all the time; try again")
+            raise ResponseError(
+                f"script {name} asked for more keys {times} times, as its job keeps changing; try again"
+            )
         return list(reply[1:])
 
     def to_repeat(self, reply: Any, sent: bool) -> bool:
-        """True where the server lacks the script, or cannot compile the `#!` line, which was `sent` or not."""
+        """Tell whether the server lacks the script, or cannot compile the `#!` line, which was `sent` or not."""
         if isinstance(reply, NoScriptError):
             return True
         return isinstance(reply, ResponseError) and self.refused_shebang(reply, sent)
 
     def refused_shebang(self, error: ResponseError, sent: bool | None = None) -> bool:
-        """True where the server could not compile the `#!` line, which is then left out from now on.
+        """Tell whether the server could not compile the `#!` line; it is then left out of later calls.
 
         `sent`: whether the line was in the call; default: whether it is in calls now.
         """
@@ -87,10 +99,10 @@ class Runner(_Shared):
         self._execute: Callable[..., Any] = client.execute_command
 
     def run(self, name: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
-        """The script's reply.
+        """Run a script and return its reply.
 
         Raises:
-            redis.RedisError: as any command.
+            redis.RedisError: as for any command.
         """
         times = 0
         while True:
@@ -107,10 +119,10 @@ class Runner(_Shared):
                     raise
 
     def run_all(self, calls: Sequence[tuple[str, Sequence[str | bytes], Sequence[Any]]]) -> list[Any]:
-        """The replies of several calls, made in one round trip.
+        """Run several scripts in one round trip and return their replies.
 
         Raises:
-            redis.RedisError: of the first call that failed; the others may have been done.
+            redis.RedisError: of the first call that failed; the other calls may have been executed.
         """
         if len(calls) == 1:
             return [self.run(*calls[0])]

@@ -1,10 +1,13 @@
 #!lua flags=allow-oom
--- Cancel a job: queued and delayed ones end here and now, running ones are asked to.
--- KEYS job result cancel out delayed delayed-job callbacks high normal low meta open
--- ARGV id reason cancel-ttl json result-ttl stream-ttl consumer-group
--- -> LATE (it has ended) | DONE | ASKED | AGAIN key …
+-- Cancel a job: end it if it is queued or delayed, else set its cancel key, which the worker that runs it polls.
+-- KEYS job result cancel out delayed delayed_job callbacks high normal low meta open
+-- ARGV request {consumer_group, id, reason, cancel_ttl_s, result_ttl_s, stream_ttl_s}, result (JSON)
+-- -> LATE (the job had ended) | DONE | ASKED | AGAIN key …
 local job, result, cancel, out, delayed, delayed_job = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local lanes, id = { high = KEYS[8], normal = KEYS[9], low = KEYS[10] }, ARGV[1]
+local callbacks, lanes = KEYS[7], { high = KEYS[8], normal = KEYS[9], low = KEYS[10] }
+local meta, index = KEYS[11], KEYS[12]
+local request, result_json = cjson.decode(ARGV[1]), ARGV[2]
+local id = request.id
 
 local function field(fields, name)
   for i = 1, #fields, 2 do
@@ -18,7 +21,7 @@ local function name_in(fields, name)
   return usable(value) and value or ''
 end
 
--- End the job with what its fields say. Nil, or the keys that are not declared; then nothing was written.
+-- End the job, described by its entry's fields. Returns nil, or the reply `AGAIN key …`; then nothing was written.
 local function finish_here(fields, lane, entry)
   local group, tenant = name_in(fields, 'group'), name_in(fields, 'tenant')
   local keys = count_keys(tenant, group)
@@ -28,13 +31,13 @@ local function finish_here(fields, lane, entry)
     reset(job)
     if tenant ~= '' then redis.call('ZREM', keys.booked, 'delayed ' .. id) end
   end
-  open({ job = job, out = out, worker = '', prompt_tokens = '0', group_name = group, tenant = tenant })
-  local result_ttl, stream_ttl = lives(KEYS[11], ARGV[5], ARGV[6])
-  finish({ job = job, result = result, cancel = cancel, out = out, quota = keys.quota, booked = keys.booked,
-    running = keys.running, group = keys.group, group_out = keys.group_out, callbacks = KEYS[7], open = KEYS[12], id = id,
-    status = 'cancelled', json = completed(ARGV[4], job, field(fields, 'traceparent')), stream = field(fields, 'stream'),
-    result_ttl = result_ttl, stream_ttl = stream_ttl, tenant = tenant, group_name = group,
-    callback = field(fields, 'callback'), lane = lane, entry = entry })
+  open_stream({ job = job, out = out, worker = '', prompt_tokens = '0', group_name = group, tenant = tenant })
+  local result_ttl, stream_ttl = lives(meta, request)
+  write_ending({ job = job, result = result, cancel = cancel, out = out, quota = keys.quota, booked = keys.booked,
+    running = keys.running, group = keys.group, group_out = keys.group_out, callbacks = callbacks, open = index, id = id,
+    status = 'cancelled', json = completed(result_json, job, field(fields, 'traceparent')),
+    stream = field(fields, 'stream'), result_ttl = result_ttl, stream_ttl = stream_ttl, tenant = tenant,
+    group_name = group, callback = field(fields, 'callback'), lane = lane, entry = entry })
 end
 
 if redis.call('EXISTS', result) == 1 then return 'LATE' end
@@ -45,7 +48,7 @@ if found then
   if held[1] == 'queued' then
     local again = finish_here(found[2], held[2], held[3])
     if again then return again end
-    remove(lane, ARGV[7], held[3])
+    remove(lane, request.consumer_group, held[3])
     return 'DONE'
   end
 elseif redis.call('EXISTS', delayed_job) == 1 then
@@ -56,5 +59,5 @@ elseif redis.call('EXISTS', delayed_job) == 1 then
   redis.call('DEL', delayed_job)
   return 'DONE'
 end
-redis.call('SET', cancel, ARGV[2], 'EX', ARGV[3])
+redis.call('SET', cancel, request.reason, 'EX', request.cancel_ttl_s)
 return 'ASKED'

@@ -1,57 +1,59 @@
--- Add a job, or with a delay put it aside until it is due, unless its id is taken or a cap is reached.
--- KEYS high normal low job result meta quota group group-out delayed-job delayed booked open
--- ARGV lane-name tenant group nonce delay-ms ('' = none) field value …
--- -> OK entry | OK '' (put aside) | EXISTS state | FULL depth | QUOTA used | AGAIN key …
-local lanes = { high = KEYS[1], normal = KEYS[2], low = KEYS[3] }
-local name, tenant, group, nonce, delay = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local job, result, meta, quota = KEYS[4], KEYS[5], KEYS[6], KEYS[7]
-local delayed_job, delayed, booked = KEYS[10], KEYS[11], KEYS[12]
+-- Add a job to its lane, or with a delay to the delayed jobs, unless its id is taken or a cap is reached.
+-- KEYS high normal low job result meta quota group group_out delayed_job delayed booked open
+-- ARGV request {lane, id, tenant, group, nonce, delay_ms, fields}, body (any bytes). `fields` is the list of names and values
+--      of the entry's other fields, `tenant` and `group` included; `delay_ms` is absent for a job without delay.
+-- -> OK entry | OK '' (delayed) | EXISTS state | FULL depth | QUOTA used | AGAIN key …
+local high, normal, low, job, result, meta = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local quota, group, group_out, delayed_job, delayed = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
+local booked, index, lanes = KEYS[12], KEYS[13], { high = high, normal = normal, low = low }
+local request, body = cjson.decode(ARGV[1]), ARGV[2]
+local tenant, delay, fields = request.tenant or '', request.delay_ms, request.fields
 
 local held = redis.call('HMGET', job, 'nonce', 'lane', 'entry', 'state')
 local known = held[3] and lanes[held[2]]
 local taken = redis.call('EXISTS', result) == 1 or (known and live(known, held[3]) ~= nil)
-local put_aside = redis.call('EXISTS', delayed_job) == 1
-if taken or put_aside then
-  -- The same nonce: our own call, whose first reply was lost.
-  if held[1] == nonce then return { 'OK', taken and held[3] or '' } end
+local is_delayed = redis.call('EXISTS', delayed_job) == 1
+if taken or is_delayed then
+  -- The same nonce: the caller repeats a call whose reply was lost.
+  if held[1] == request.nonce then return { 'OK', taken and held[3] or '' } end
   return { 'EXISTS', taken and (held[4] or 'finished') or 'delayed' }
 end
-local gone = gone_before(job)
-local again = gone and undeclared(gone.keys.all)
+local predecessor = deleted_predecessor(job)
+local again = predecessor and undeclared(predecessor.keys.all)
 if again then return again end
 
 local caps = redis.call('HMGET', meta, 'max_depth', 'max_per_tenant')
-local most, most_of_tenant, depth = whole(caps[1]), whole(caps[2]), 0
-for i = 1, 3 do depth = depth + redis.call('XLEN', KEYS[i]) end
--- What is put aside counts only against what is to be put aside: a job of tomorrow keeps none of today out.
-if delay ~= '' then depth = depth + redis.call('ZCARD', delayed) end
-if most and depth >= most then return { 'FULL', depth } end
-if most_of_tenant and tenant ~= '' then
+local max_depth, max_per_tenant = whole(caps[1]), whole(caps[2])
+local depth = redis.call('XLEN', high) + redis.call('XLEN', normal) + redis.call('XLEN', low)
+-- Delayed jobs count only against a job with a delay, so that they keep out no job without one.
+if delay then depth = depth + redis.call('ZCARD', delayed) end
+if max_depth and depth >= max_depth then return { 'FULL', depth } end
+if max_per_tenant and tenant ~= '' then
   keep_only(booked, 'zset')
   local function used()
-    return delay == '' and used_by(booked) or redis.call('ZCARD', booked)
+    return delay and redis.call('ZCARD', booked) or used_by(booked)
   end
-  if used() >= most_of_tenant then
+  if used() >= max_per_tenant then
     prune(booked, lanes, delayed)
-    if used() >= most_of_tenant then return { 'QUOTA', used() } end
+    if used() >= max_per_tenant then return { 'QUOTA', used() } end
   end
 end
 
-local fields, callback, stream = {}, '', '1'
-for i = 6, #ARGV do fields[#fields + 1] = ARGV[i] end
+local callback, stream = '', '1'
 for i = 1, #fields, 2 do
   if fields[i] == 'callback' then callback = fields[i + 1] end
   if fields[i] == 'stream' then stream = fields[i + 1] end
 end
-if delay ~= '' then
-  if tenant ~= '' then redis.call('ZADD', booked, text(-now_us()), 'delayed ' .. ARGV[7]) end
-  redis.call('HSET', delayed_job, 'lane', name, unpack(fields))
-  redis.call('ZADD', delayed, text(now_ms() + tonumber(delay)), ARGV[7])
-  redis.call('HSET', job, 'state', 'delayed', 'nonce', nonce)
-  redis.call('EXPIRE', job, text(math.ceil(tonumber(delay) / 1000) + 86400))
+if delay then
+  if tenant ~= '' then redis.call('ZADD', booked, text(-now_us()), 'delayed ' .. request.id) end
+  redis.call('HSET', delayed_job, 'lane', request.lane, 'id', request.id, 'body', body, unpack(fields))
+  redis.call('ZADD', delayed, text(now_ms() + delay), request.id)
+  redis.call('HSET', job, 'state', 'delayed', 'nonce', request.nonce)
+  redis.call('EXPIRE', job, text(math.ceil(delay / 1000) + 86400))
   return { 'OK', '' }
 end
-local entry = redis.call('XADD', lanes[name], '*', unpack(fields))
-book({ job = job, quota = quota, booked = booked, group = KEYS[8], group_out = KEYS[9], open = KEYS[13], id = ARGV[7],
-  lane = name, entry = entry, tenant = tenant, group_name = group, callback = callback, stream = stream, nonce = nonce }, gone)
+local entry = redis.call('XADD', lanes[request.lane], '*', 'id', request.id, 'body', body, unpack(fields))
+count_queued({ job = job, quota = quota, booked = booked, group = group, group_out = group_out, open = index,
+  id = request.id, lane = request.lane, entry = entry, tenant = tenant, group_name = request.group or '',
+  callback = callback, stream = stream, nonce = request.nonce }, predecessor)
 return { 'OK', entry }

@@ -1,10 +1,16 @@
 #!lua flags=allow-oom
--- The worker of this running job was told to end: if it ends before the job, by whatever signal, that is not the job's fault.
+-- Mark a running job as excused: its worker was asked to shut down. If the worker ends before the job, however it ends,
+-- neither the start nor the death counts.
 -- KEYS lane job returned
--- ARGV consumer-group entry consumer lane-name
+-- ARGV request {consumer_group, consumer, lane, entry}
 -- -> OK | LOST
-if not owned(KEYS[1], ARGV[1], ARGV[2], ARGV[3], KEYS[3], ARGV[4]) then return 'LOST' end
-local held = redis.call('HMGET', KEYS[2], 'state', 'lane', 'entry', 'worker')
-if held[1] ~= 'running' or held[2] ~= ARGV[4] or held[3] ~= ARGV[2] or held[4] ~= ARGV[3] then return 'LOST' end
-redis.call('HSET', KEYS[2], 'excused', ARGV[3])
+local lane, job, returned = KEYS[1], KEYS[2], KEYS[3]
+local request = cjson.decode(ARGV[1])
+
+if not owned(lane, returned, request) then return 'LOST' end
+local held = redis.call('HMGET', job, 'state', 'lane', 'entry', 'worker')
+if held[1] ~= 'running' or held[2] ~= request.lane or held[3] ~= request.entry or held[4] ~= request.consumer then
+  return 'LOST'
+end
+redis.call('HSET', job, 'excused', request.consumer)
 return 'OK'

@@ -1,9 +1,9 @@
 -- Append the token events of one engine step.
--- KEYS one output stream a job
--- ARGV JSON list of five an event: key-number id index text tokens; then, where any event has such, JSON list of two an
---      event: token-ids logprobs, each a string of JSON ('' = none)
--- -> what was refused, flat: event-number why last-id …; why GONE | SMALL | another error's text.
--- After a refusal that is not a repeat, the later events of that stream are refused too, so that no gap can arise.
+-- KEYS the output stream of each job
+-- ARGV JSON list with five values for each event: number of its key, ID, index, text, tokens; then, if any event has these, a
+--      JSON list with two texts for each event: token ids and logprobs, as JSON ('' = none)
+-- -> the refused events as a flat list: event number (from 0), reason, last ID …; reason GONE | SMALL | another error's text.
+-- After a refusal that is not a repeated write, later events of that stream are refused too, so that no gap can arise.
 local refused, barred = {}, {}
 local function refuse(number, why, last)
   refused[#refused + 1] = number
@@ -35,7 +35,7 @@ for number = 0, #events / 5 - 1 do
       refuse(number, 'GONE', '')
     elseif type(reply) == 'table' and reply.err then
       local why = tostring(reply.err)
-      -- Redis decides on memory once for a whole script, so nothing was written: the caller may repeat it all.
+      -- Redis checks memory once for a whole script, so nothing was written: the caller may repeat the call.
       if string.find(why, 'OOM', 1, true) == 1 then return reply end
       if string.find(why, 'equal or smaller', 1, true) then
         local first, second = last_id(out)

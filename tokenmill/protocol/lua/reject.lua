@@ -1,10 +1,13 @@
 #!lua flags=allow-oom
--- Dead-letter an entry that nobody can be answered for.
+-- Move an entry without a usable id to the dead letters: no key could hold its result.
 -- KEYS lane dead returned
--- ARGV consumer-group entry consumer lane-name id code reason body truncated maxlen
+-- ARGV request {consumer_group, consumer, lane, entry, code, reason, truncated, maxlen}, id (any bytes), body (any bytes)
 -- -> OK | LOST
-if not owned(KEYS[1], ARGV[1], ARGV[2], ARGV[3], KEYS[3], ARGV[4]) then return 'LOST' end
-redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[10], '*', 'id', ARGV[5], 'lane', ARGV[4], 'entry', ARGV[2],
-  'code', ARGV[6], 'reason', ARGV[7], 'attempts', '0', 'body', ARGV[8], 'truncated', ARGV[9])
-remove(KEYS[1], ARGV[1], ARGV[2])
+local lane, dead, returned = KEYS[1], KEYS[2], KEYS[3]
+local request, id, body = cjson.decode(ARGV[1]), ARGV[2], ARGV[3]
+
+if not owned(lane, returned, request) then return 'LOST' end
+redis.call('XADD', dead, 'MAXLEN', '~', request.maxlen, '*', 'id', id, 'lane', request.lane, 'entry', request.entry,
+  'code', request.code, 'reason', request.reason, 'attempts', '0', 'body', body, 'truncated', request.truncated)
+remove(lane, request.consumer_group, request.entry)
 return 'OK'

@@ -1,68 +1,76 @@
--- Begin (or begin again) to run an entry: hand out a fence.
--- KEYS lane job result cancel out high normal low meta running returned quota booked open
--- ARGV consumer-group entry consumer lane-name open-ttl-s nonce ttl-ms max-attempts prompt-tokens group tenant alone strict
---      id
--- -> {status, fence, attempt, deaths, now-ms, reason, tries}; status OK | CANCELLED | EXPIRED | SPENT | CAPPED | DUP | LOST
--- `attempt` counts starts, `tries` those of them that max-attempts counts: not the ones that were handed back politely.
+-- Start an entry, or start it again, and give its worker a fence.
+-- KEYS lane job result cancel out high normal low meta running returned open
+-- ARGV request {consumer_group, consumer, lane, entry, id, tenant, group, open_ttl_s, nonce, ttl_ms, max_attempts,
+--      prompt_tokens, alone, strict}
+-- -> {status, fence, attempt, deaths, now_ms, reason, tries}; status OK | CANCELLED | EXPIRED | SPENT | CAPPED | DUP | LOST;
+--    or AGAIN key …
+-- `attempt` counts all starts; `tries` counts the starts that max_attempts limits, without those that were handed back
+-- through no fault of the job.
 local lane, job, result, cancel, out = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local lanes = { high = KEYS[6], normal = KEYS[7], low = KEYS[8] }
-local consumers, entry, consumer, name = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local lanes, meta, running_set = { high = KEYS[6], normal = KEYS[7], low = KEYS[8] }, KEYS[9], KEYS[10]
+local returned, index = KEYS[11], KEYS[12]
+local request = cjson.decode(ARGV[1])
+local consumer, name, entry = request.consumer, request.lane, request.entry
 local now = now_ms()
 
--- True where this tenant may have no further running job. Who left the lane without an end (somebody deleted its entry) is
--- found here, a few at a time.
+-- Return true if this tenant may have no further running job. Of entries that were deleted while they ran, a few are found
+-- here at each call, and no longer counted.
 local function capped(cap, member)
-  if redis.call('SISMEMBER', KEYS[10], member) == 1 or redis.call('SCARD', KEYS[10]) < cap then return false end
-  for _, other in ipairs(redis.call('SRANDMEMBER', KEYS[10], 8)) do
+  if redis.call('SISMEMBER', running_set, member) == 1 or redis.call('SCARD', running_set) < cap then return false end
+  for _, other in ipairs(redis.call('SRANDMEMBER', running_set, 8)) do
     local other_lane, other_entry = string.match(other, '^(%a+) ([%d-]+)$')
-    if not lanes[other_lane] or not live(lanes[other_lane], other_entry) then redis.call('SREM', KEYS[10], other) end
+    if not lanes[other_lane] or not live(lanes[other_lane], other_entry) then redis.call('SREM', running_set, other) end
   end
-  return redis.call('SCARD', KEYS[10]) >= cap
+  return redis.call('SCARD', running_set) >= cap
 end
 
--- Hand it back for a while: longer where many wait, so that looking at them again and again costs little.
+-- Hand the entry back for a while. The more entries wait in this way, the longer, so that repeated looks cost little.
 local function park(lease)
-  local delay = math.floor(math.min(lease / 2, math.max(1000, 10 * redis.call('ZCARD', KEYS[11]))))
-  redis.call('XCLAIM', lane, consumers, consumer, 0, entry, 'IDLE', text(lease - delay), 'JUSTID')
-  list_returned(KEYS[11], name, entry, delay)
+  local delay = math.floor(math.min(lease / 2, math.max(1000, 10 * redis.call('ZCARD', returned))))
+  redis.call('XCLAIM', lane, request.consumer_group, consumer, 0, entry, 'IDLE', text(lease - delay), 'JUSTID')
+  list_returned(returned, name, entry, delay)
 end
 
-if not owned(lane, consumers, entry, consumer, KEYS[11], name) then return { 'LOST', '0', 0, 0, now, '', 0 } end
+if not owned(lane, returned, request) then return { 'LOST', '0', 0, 0, now, '', 0 } end
 clear_foreign(job, out)
 if redis.call('EXISTS', result) == 1 or other_live(job, name, entry, lanes) then
-  remove(lane, consumers, entry)
+  remove(lane, request.consumer_group, entry)
   return { 'DUP', '0', 0, 0, now, '', 0 }
 end
 
 local was = redis.call('HMGET', job, 'state', 'lane', 'entry', 'worker', 'fence', 'attempt', 'deaths', 'start',
   'tries', 'alone', 'excused')
 local same = was[2] == name and was[3] == entry
+-- If an earlier entry of this id was counted and then deleted, this entry takes its place in the counts.
+local predecessor = not same and deleted_predecessor(job)
+local again = predecessor and undeclared(predecessor.keys.all)
+if again then return again end
 local attempt = same and tonumber(was[6] or '0') or 0
 local deaths = same and tonumber(was[7] or '0') or 0
 local tries = same and tonumber(was[9] or was[6] or '0') or 0
 local running = same and was[1] == 'running'
-if running and was[4] == consumer and was[8] == ARGV[6] then
-  return { 'OK', was[5], attempt, deaths, now, '', tries } -- our own call, whose first reply was lost
+if running and was[4] == consumer and was[8] == request.nonce then
+  return { 'OK', was[5], attempt, deaths, now, '', tries } -- the caller repeats a call whose reply was lost
 end
-local taken = running and was[4] ~= consumer
--- Its last worker was told to end, and was killed before it could hand the job back: neither death nor start counts.
-local excused = taken and was[11] == was[4]
-if excused then tries = math.max(0, tries - 1) elseif taken then deaths = deaths + 1 end
+local taken_over = running and was[4] ~= consumer
+-- The last worker was shutting down, and was killed before it could hand the job back: neither death nor start counts.
+local excused = taken_over and was[11] == was[4]
+if excused then tries = math.max(0, tries - 1) elseif taken_over then deaths = deaths + 1 end
 
--- A key of another type is no cancel; the poll does not see it either.
+-- A cancel key of another type is ignored here, as it is by the workers' poll.
 local reason = redis.pcall('GET', cancel)
 if type(reason) == 'string' then return { 'CANCELLED', '0', attempt, deaths, now, reason, tries } end
-if ARGV[7] ~= '' and tonumber(string.match(entry, '^%d+')) + tonumber(ARGV[7]) <= now then
+if request.ttl_ms and tonumber(string.match(entry, '^%d+')) + request.ttl_ms <= now then
   return { 'EXPIRED', '0', attempt, deaths, now, '', tries }
 end
--- Who fell beside others, often enough to be a suspect, has a last start alone; unless its producer named a cap.
-local guilty = not running or excused or was[10] == '1' or deaths < 2 or ARGV[13] == '1'
-if ARGV[8] ~= '' and tries >= tonumber(ARGV[8]) and guilty then
+-- A suspect (two deaths) that has never run alone gets one more start, alone, unless its producer set max_attempts.
+local spent = not running or excused or was[10] == '1' or deaths < 2 or request.strict
+if request.max_attempts and tries >= request.max_attempts and spent then
   return { 'SPENT', '0', attempt, deaths, now, '', tries }
 end
 
-local limits = redis.call('HMGET', KEYS[9], 'max_running_per_tenant', 'lease_ms')
-local cap, member = ARGV[11] ~= '' and whole(limits[1]), name .. ' ' .. entry
+local limits = redis.call('HMGET', meta, 'max_running_per_tenant', 'lease_ms')
+local cap, member = request.tenant and whole(limits[1]), name .. ' ' .. entry
 if cap and capped(cap, member) then
   park(whole(limits[2]) or 30000)
   return { 'CAPPED', '0', attempt, deaths, now, '', tries }
@@ -71,25 +79,20 @@ end
 local fence = next_fence(job, out)
 attempt, tries = attempt + 1, tries + 1
 local started = redis.pcall('XADD', out, fence .. '-0', 'type', 'start', 'worker', consumer, 'attempt', attempt,
-  'prompt_tokens', ARGV[9])
+  'prompt_tokens', request.prompt_tokens)
 if started.err then return started end
-if cap then redis.call('SADD', KEYS[10], member) end
-redis.call('EXPIRE', out, ARGV[5])
+if cap then redis.call('SADD', running_set, member) end
+redis.call('EXPIRE', out, request.open_ttl_s)
 if not same then
-  -- An entry of this id that was counted is gone, and this one has come in its place.
-  local gone = gone_before(job)
+  local in_total = uncount_predecessor(predecessor, request.group or '')
   reset(job)
-  if gone and gone.keys.booked == KEYS[13] then
-    unbook(gone.keys, gone.member, 86400)
-    redis.call('SREM', KEYS[10], gone.member)
-  end
-  if gone and gone.group_name ~= '' and gone.group_name == ARGV[10] then redis.call('HSET', job, 'counted', '1') end
+  if in_total and request.group then redis.call('HSET', job, 'counted', '1') end
 end
-if taken then redis.call('HDEL', job, 'excused') end
+if taken_over then redis.call('HDEL', job, 'excused') end
 redis.call('PERSIST', job)
-open_job(KEYS[14], ARGV[14])
+open_job(index, request.id)
 redis.call('HSET', job, 'state', 'running', 'lane', name, 'entry', entry, 'worker', consumer, 'fence', fence,
-  'attempt', attempt, 'deaths', deaths, 'start', ARGV[6], 'tries', tries, 'alone', ARGV[12])
-if ARGV[10] ~= '' then redis.call('HSET', job, 'group', ARGV[10]) end
-if ARGV[11] ~= '' then redis.call('HSET', job, 'tenant', ARGV[11]) end
+  'attempt', attempt, 'deaths', deaths, 'start', request.nonce, 'tries', tries, 'alone', request.alone and '1' or '0')
+if request.group then redis.call('HSET', job, 'group', request.group) end
+if request.tenant then redis.call('HSET', job, 'tenant', request.tenant) end
 return { 'OK', fence, attempt, deaths, now, '', tries }
