@@ -118,7 +118,7 @@ def build(path: str, device: str, dtype: str, name: str, **limits: Any) -> tuple
     from engine.build import CacheOptions, build_engine
     from engine.config import EngineConfig, ModelOptions
 
-    options = ModelOptions(path, device=device, dtype=dtype, max_model_len=1024)
+    options = ModelOptions(path, device=device, dtype=dtype, max_model_len=1024)  # type: ignore[arg-type]
     cache = CacheOptions(memory_bytes=_POOL_BYTES, attention=name)
     try:
         return build_engine(options, EngineConfig(block_size=0, **limits), cache)

@@ -98,7 +98,8 @@ def report(model: str, dtype: str, count: int, rounds: int) -> None:
         config = EngineConfig(max_num_seqs=count, block_size=size)
         blocks = count * 25 if setting.share is None else max(24, int(wanted * setting.share))
         cache = CacheOptions(num_blocks=blocks, swap_bytes=setting.swap_bytes)
-        engine, loaded = build_engine(ModelOptions(model, dtype=dtype, max_model_len=2048), config, cache)
+        options = ModelOptions(model, dtype=dtype, max_model_len=2048)  # type: ignore[arg-type]  # `load_model` checks it
+        engine, loaded = build_engine(options, config, cache)
         script = engine.runner = Script(engine.runner, min(loaded.generation.eos_token_ids))
         engines[setting] = engine, script
         if setting.oracle:

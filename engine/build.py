@@ -61,12 +61,8 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
     backend = get_backend(cache.attention, loaded.cache_spec(config.block_size))
     available = available_bytes()
     config = dataclasses.replace(config, block_size=backend.spec.block_size, max_model_len=loaded.max_model_len)
-    num_blocks = _num_blocks(cache, backend, config, available)
-    host_bytes = cache.swap_bytes
-    if host_bytes is None:
-        host_bytes = default_host_bytes(num_blocks * backend.block_bytes, cache.swap_file is not None)
-    config = dataclasses.replace(config, num_blocks=num_blocks, host_slots=host_bytes // backend.block_bytes)
-    pool = torch.empty((num_blocks, backend.block_bytes), dtype=torch.uint8, device=loaded.device)
+    config = _sized(config, cache, backend, available)
+    pool = torch.empty((config.num_blocks, backend.block_bytes), dtype=torch.uint8, device=loaded.device)
     host = _host_tier(config.host_slots, backend.block_bytes, cache.swap_file, loaded.device)
     backend.bind(pool)
     num_ids = loaded.tokenizer.size
@@ -96,9 +92,9 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
         backend=loaded.implementation,
         attention=backend.name,
         dtype=str(loaded.dtype).removeprefix("torch."),
-        blocks=num_blocks,
+        blocks=config.num_blocks,
         block_size=config.block_size,
-        pool_mib=num_blocks * backend.block_bytes >> 20,
+        pool_mib=config.num_blocks * backend.block_bytes >> 20,
         host_mib=config.host_slots * backend.block_bytes >> 20,
         batch_invariant=loaded.batch_invariant,
     )
@@ -130,6 +126,15 @@ def _warn(loaded: LoadedModel, config: EngineConfig, taken: int, available: int 
         )
     if config.capacity < config.max_model_len:
         log.warning("pool_smaller_than_model", capacity=config.capacity, max_model_len=config.max_model_len)
+
+
+def _sized(config: EngineConfig, cache: CacheOptions, backend: AttentionBackend, available: int | None) -> EngineConfig:
+    """Return `config` with the numbers of blocks of the KV pool and the host tier."""
+    num_blocks = _num_blocks(cache, backend, config, available)
+    host_bytes = cache.swap_bytes
+    if host_bytes is None:
+        host_bytes = default_host_bytes(num_blocks * backend.block_bytes, cache.swap_file is not None)
+    return dataclasses.replace(config, num_blocks=num_blocks, host_slots=host_bytes // backend.block_bytes)
 
 
 def _num_blocks(cache: CacheOptions, backend: AttentionBackend, config: EngineConfig, available: int | None) -> int:

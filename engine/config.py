@@ -4,6 +4,12 @@ environment. Importing this module does not import torch."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Backend = Literal["auto", "fused", "transformers"]
+Quantize = Literal["none", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,16 +18,15 @@ class ModelOptions:
 
     model: str
     """`smollm2-135m` (the demo model), a safetensors directory, a `.gguf` file, or a Hugging Face hub name."""
-    device: str = "auto"
-    """`auto`, `cpu` or `cuda`."""
-    dtype: str = "auto"
-    """`auto`, `bfloat16`, `float16` or `float32`; auto: bf16 if the device has it, else fp32 (fp16 on a GPU)."""
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    """auto: bf16 if the device has it, else fp32 (fp16 on a GPU)."""
     max_model_len: int | None = None
     """Longest sequence, prompt and output, in tokens; None: the model's own limit."""
-    backend: str = "auto"
-    """`auto`, `fused` (the config-driven decoder) or `transformers` (any model it can run)."""
-    quantize: str = "none"
-    """`none`, or `int8`: the linear layers of the fused decoder on the CPU multiply 8-bit weights and inputs."""
+    backend: Backend = "auto"
+    """The config-driven decoder (fused), or the code of transformers; auto: fused if possible."""
+    quantize: Quantize = "none"
+    """int8: the linear layers of the fused decoder on the CPU multiply 8-bit weights and inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,4 +67,5 @@ class EngineConfig:
 
 
 DEFAULTS = EngineConfig()
+MODEL_DEFAULTS = ModelOptions(model="")
 """The default values, for the command line."""

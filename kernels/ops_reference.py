@@ -1,9 +1,8 @@
-"""The small operations between the matrix products, in plain torch: what the compiled ones are measured against, and
-what runs where those don't. Each treats every row alone, in an order that depends on nothing
-else.
+"""The small operations between the matrix products, in plain torch: used where the compiled kernels do not run, which
+are tested against them. Each computes every row alone, in an order that does not depend on other rows.
 
-`torch.nn.functional.silu` and `sigmoid` don't: elements at the end of a thread's share go through a scalar `exp` that
-rounds differently. `torch.exp` has one path for all elements.
+`torch.nn.functional.silu` and `sigmoid` are not used: elements at the end of a thread's share go through a scalar `exp`
+that rounds differently. `torch.exp` has one path for all elements.
 """
 
 from __future__ import annotations

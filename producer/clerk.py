@@ -88,7 +88,7 @@ def check_environment(environ: Mapping[str, str]) -> None:
 
 def keep_going(queue: Queue, chore: Chore) -> None:
     """Enqueue a chore unless it is under way. A chore that an operator cancelled in RQ stays cancelled."""
-    served = os.environ.get("TOKENMILL_QUEUE") or "default"
+    _, served, _ = place(os.environ)
     job_id = f"clerk-{served}-{chore.function}".replace(".", "_")
     try:
         job = Job.fetch(job_id, connection=queue.connection, serializer=queue.serializer)

@@ -137,7 +137,8 @@ def run_batch(
     job, files = _running(), (input, output, errors)
 
     def cancel() -> None:
-        with _client(redis_url, queue, prefix) as client:
+        # `BatchNotFound`: the run has submitted no request yet, or Redis has lost them.
+        with _client(redis_url, queue, prefix) as client, suppress(batch.BatchNotFound):
             batch.cancel(*files, client=client, reason="stopped in RQ")
 
     with _client(redis_url, queue, prefix) as client, after_death(job, cancel):

@@ -182,14 +182,18 @@ class EngineLoop:
                 self._recall(handle)
                 self.engine.cancel(handle)
             case Drop(handle):
-                self._recall(handle)
+                self._later = [add for add in self._later if add.request.id != handle]
                 self.engine.drop(handle)
             case Do(work):
                 work()
         self._dirty = True
 
     def _recall(self, handle: str) -> None:
-        """Add a deferred request to the engine at once, so that the engine can end it."""
+        """Add a deferred request to the engine at once, so that the engine can end it.
+
+        It stays deferred while the engine has still to drop it: the canceller sends its message again.
+        """
         for add in [add for add in self._later if add.request.id == handle]:
-            self._later.remove(add)
-            self.engine.add(add.request, add.turn)
+            if self.engine.turn(handle) is None:
+                self._later.remove(add)
+                self.engine.add(add.request, add.turn)

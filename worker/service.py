@@ -276,7 +276,7 @@ class Worker:
         self._threads.spawn("canceller", canceller.run)
 
     def _each_beat(self) -> None:
-        """On the keeper's thread, at each beat."""
+        """Clear suspects, and excuse running jobs in a drain; called on the keeper's thread at each beat."""
         self._quarantine.tick(self._returner.hand_back)
         if self._returner.draining:
             self._returner.excuse()

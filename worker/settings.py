@@ -11,7 +11,16 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from engine.config import DEFAULTS, EngineConfig, ModelOptions
+from engine.config import (
+    DEFAULTS,
+    MODEL_DEFAULTS,
+    Backend,
+    Device,
+    Dtype,
+    EngineConfig,
+    ModelOptions,
+    Quantize,
+)
 from kernels.attention import AUTO, backend_names
 from tokenmill.protocol.callback import AllowList
 from tokenmill.protocol.connection import DEFAULT_URL
@@ -56,7 +65,7 @@ def _split(value: object) -> object:
 
 Size = Annotated[int, BeforeValidator(parse_size)]
 """Bytes; written with a unit on the command line and in the environment."""
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a type checker does not know what the registry holds
     Attention = str
 else:
     Attention = Literal[(AUTO, *backend_names())]
@@ -81,7 +90,10 @@ class _Environment(PydanticBaseSettingsSource):
     """
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return os.environ.get(variable(field_name)) or None, field_name, False
+        value = os.environ.get(variable(field_name))
+        if value and field.annotation is bool:
+            value = value.strip()  # as the command line does; pydantic strips numbers
+        return value or None, field_name, False
 
     def __call__(self) -> dict[str, Any]:
         found = {name: self.get_field_value(field, name)[0] for name, field in self.settings_cls.model_fields.items()}
@@ -118,12 +130,13 @@ class Settings(BaseSettings):
         description="Names that a job's `model` may have, comma-separated; results carry the first one. "
         "Default: the model's own name.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Device that runs the model.")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        default="auto", description="Precision; auto: bf16 if the device computes in it, else fp32."
+    device: Device = Field(default=MODEL_DEFAULTS.device, description="Device that runs the model.")
+    dtype: Dtype = Field(
+        default=MODEL_DEFAULTS.dtype,
+        description="Precision; auto: bf16 if the device computes in it, else fp32, or fp16 on a GPU.",
     )
-    backend: Literal["auto", "fused", "transformers"] = Field(
-        default="auto",
+    backend: Backend = Field(
+        default=MODEL_DEFAULTS.backend,
         description="Model code: our fused decoder, or transformers' code over our attention; auto: fused if it can "
         "run the model.",
     )
@@ -131,8 +144,8 @@ class Settings(BaseSettings):
         default=AUTO,
         description="Attention backend; auto: flash (flash-attn) on a GPU that has it, cpu on a CPU, else reference.",
     )
-    quantize: Literal["none", "int8"] = Field(
-        default="none",
+    quantize: Quantize = Field(
+        default=MODEL_DEFAULTS.quantize,
         description="int8: 8-bit matrix products in the fused decoder on the CPU; faster, slightly less exact.",
     )
     num_threads: int | None = Field(

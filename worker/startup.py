@@ -62,7 +62,7 @@ class Startup:
         return True
 
     def _check(self) -> None:
-        """All workers of a queue need the same lease: one with a shorter lease would take over jobs of live workers."""
+        """Raise `Fatal` if the queue has another lease: with a shorter one, live workers would lose jobs."""
         scripts, ours = self._scripts, self._settings.lease_ms
         scripts.ensure_groups()
         theirs: Any = scripts.client.hget(scripts.keys.meta, "lease_ms")

@@ -110,7 +110,14 @@ class Tokenizer:
         tools: Sequence[Any] | None,
         variables: Mapping[str, Any],
     ) -> tuple[str, Mask]:
-        """The text of a conversation, and the masks in it: what it spells out unmasked is the template's."""
+        """Render a conversation with the control text of its messages masked.
+
+        Returns:
+            The text, in which only the control text of the template is unmasked, and the masks in it.
+
+        Raises:
+            ChatError: the template refuses the messages, or no characters are left for the masks.
+        """
         data = (messages, tools, variables)
         try:
             (messages, tools, variables), mask = self._control.mask(data)
@@ -124,7 +131,7 @@ class Tokenizer:
             except ChatError:  # a template that looks for the marks
                 return text, mask
             if len(self._control.find(other)) < len(self._control.find(text)):
-                return other, marks  # the template has made control text of what stood in messages
+                return other, marks  # the template has made control text from other text of the messages
         return text, mask
 
     def render(

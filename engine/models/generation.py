@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,6 @@ from engine.models.weights import LoadError
 
 FILE = "generation_config.json"
 
-_APPLIED = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-    *("stop_strings", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"),
-)
 _NO_EFFECT = frozenset(
     {
         *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version"),
@@ -58,7 +54,11 @@ _OFF: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Defaults of a model; None: the file has no such key. Values are not checked here; the worker checks them."""
+    """Defaults of a model; None: the file has no such key. Values are not checked here; the worker checks them.
+
+    Each field without a description of its own is a key of the file. If `SamplingParams` has a field of the same name,
+    the value is the default of that parameter.
+    """
 
     eos_token_ids: frozenset[int] = frozenset()
     """All ids that end a text: those of the config, the generation config and the tokenizer."""
@@ -73,6 +73,10 @@ class GenerationDefaults:
     bad_words_ids: Any = None
     not_applied: tuple[str, ...] = ()
     """Keys that may change the text and are not applied."""
+
+
+_APPLIED = frozenset(field.name for field in fields(GenerationDefaults)) - {"eos_token_ids", "not_applied"}
+"""Keys of the file that are fields of `GenerationDefaults`."""
 
 
 def read_generation(directory: Path | None, ends: Iterable[object]) -> GenerationDefaults:

@@ -44,7 +44,7 @@ _ROPE_FACTOR_LISTS = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 
 def holds_model(metadata: Mapping[str, Any]) -> bool:
-    """Tell a language model from what lies beside models: adapters, importance matrices, encoders of images."""
+    """Return whether a file holds a language model, not an adapter, an importance matrix or an encoder of images."""
     kind = metadata.get("general.type", "model")
     return kind == "model" and metadata.get("general.architecture") not in _NO_MODELS
 

@@ -27,7 +27,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
 _MAX_COUNT = 1 << 22
-"""Tensors, keys or elements of an array beyond which a number is taken for damage; vocabularies have some 100,000."""
+"""Maximum number of tensors, keys or elements of an array; more is damage: vocabularies have some 100,000."""
 _PART = re.compile(r"-(\d{5})(-of-(\d{5})\.gguf)$", re.IGNORECASE)
 
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
 
 from engine.batch import Model
-from engine.config import ModelOptions
+from engine.config import Backend, Device, Dtype, ModelOptions, Quantize
 from engine.models.chat import Tokenizer
 from engine.models.config import DecoderConfig, Unsupported
 from engine.models.decoder import Decoder
@@ -90,10 +90,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
     Raises:
         LoadError: the model does not exist or cannot run here; the message says why.
     """
-    if options.backend not in ("auto", "fused", "transformers"):
-        raise LoadError(f"backend must be auto, fused or transformers, not {options.backend!r}")
-    if options.quantize not in ("none", "int8"):
-        raise LoadError(f"quantize must be none or int8, not {options.quantize!r}")
+    _check_choices(options)
     device = _device(options.device)
     if options.quantize == "int8" and (device.type != "cpu" or options.backend == "transformers"):
         raise LoadError("quantize int8 is for the fused decoder on the CPU")
@@ -116,6 +113,14 @@ def load_model(options: ModelOptions) -> LoadedModel:
     if options.backend == "transformers":
         return _load_transformers(source, config, options, dtype, device, ASKED_FOR)
     return _load_fused(source, config, decoder, options, dtype, device)
+
+
+def _check_choices(options: ModelOptions) -> None:
+    """Raise `LoadError` for a value that no type checker has seen."""
+    for name, choices in (("device", Device), ("dtype", Dtype), ("backend", Backend), ("quantize", Quantize)):
+        value = getattr(options, name)
+        if value not in get_args(choices):
+            raise LoadError(f"{name} must be one of {', '.join(get_args(choices))}, not {value!r}")
 
 
 def _load_fused(
@@ -300,8 +305,6 @@ def _max_model_len(config: PretrainedConfig | GgufConfig, asked: int | None) -> 
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cpu", "cuda"):
-        raise LoadError(f"device must be auto, cpu or cuda, not {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
         raise LoadError("device cuda is not available: torch finds no GPU")
     return torch.device(name)
@@ -310,8 +313,6 @@ def _device(name: str) -> torch.device:
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name in _DTYPES:
         return _DTYPES[name]
-    if name != "auto":
-        raise LoadError(f"dtype must be auto, {', '.join(_DTYPES)}, not {name!r}")
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     return torch.bfloat16 if _cpu_has_bf16() else torch.float32

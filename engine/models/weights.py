@@ -50,11 +50,11 @@ class SafetensorsCheckpoint:
         return set(self._files)
 
     def has_copies(self) -> bool:
-        """Tell whether a tensor is in more than one file."""
+        """Return whether a tensor is in more than one file."""
         return sum(len(_keys(path)) for path in self.files) > len(self._files)
 
     def check_plain(self) -> None:
-        """Refuse numbers that mean something only together with a scale.
+        """Refuse weights that are only right with a scale, which the checkpoint has in another tensor.
 
         Raises:
             LoadError: a weight is stored as integers.
@@ -111,7 +111,7 @@ def safetensors_files(directory: Path) -> dict[str, Path]:
 
 
 def model_safetensors(directory: Path) -> list[Path]:
-    """The safetensors of a directory that may be a model's, in order; not those of another kind, nor hidden files."""
+    """Return the safetensors files of a directory that may hold a model's weights: no adapters, no hidden files."""
     found = directory.glob("*.safetensors")
     return sorted(path for path in found if path.name not in _OTHER_WEIGHTS and not path.name.startswith("."))
 

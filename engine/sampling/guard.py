@@ -186,10 +186,8 @@ def _memory() -> tuple[int, int]:
 def _serve(pipe: Connection) -> None:
     tokenizer_json, n_vocab, eos, seconds = json.loads(pipe.recv_bytes())
     tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=n_vocab, eos_token=eos)
-    compile_source(
-        tokenizer, llguidance.LLMatcher.grammar_from_regex("a")
-    )  # memory that is allocated once is in `base`
-    size, base = _memory()
+    compile_source(tokenizer, llguidance.LLMatcher.grammar_from_regex("a"))
+    size, base = _memory()  # with the memory that the first grammar allocates once
     resource.setrlimit(resource.RLIMIT_AS, (size + _EXTRA_BYTES, size + _EXTRA_BYTES))
     pipe.send_bytes(b"null")
     while True:

@@ -7,7 +7,6 @@ keyword that llguidance enforces only in part is rewritten so that it is enforce
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Callable
@@ -18,10 +17,10 @@ from urllib.parse import quote, unquote
 from engine.request import GrammarError
 from engine.sampling.formats import LENGTHS, PATTERNS
 from engine.sampling.patterns import PatternError, translate
+from engine.sampling.unions import MAX_REFERENCES, TYPES, exclude_each_other, words_of
 
 Path = tuple[str, ...]
 
-TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 ANNOTATIONS = frozenset(
     {"$schema", "$id", "$anchor", "$comment", "title", "description", "default", "examples", "deprecated"}
     | {"readOnly", "writeOnly", "contentEncoding", "contentMediaType", "discriminator"}
@@ -31,8 +30,6 @@ MAX_NUMBER = 2**53
 """Largest number: above it, most JSON readers, and llguidance, cannot tell neighbouring integers apart."""
 LEAST_STEP = 1e-9
 """Distance of an inclusive bound from the exclusive integer bound that it replaces."""
-MAX_REFERENCES = 16
-"""Maximum chain of references to follow to find out whether the schemas of a `oneOf` exclude each other."""
 MAX_STEPPED = 2**20
 """Largest integer to which `LEAST_STEP` can be added without losing digits."""
 MAX_SPELT_OUT = 256 * 1024
@@ -62,34 +59,6 @@ def prepare(schema: Any) -> dict[str, Any]:
     walk.check_references()
     walk.step_off_integers()
     return prepared if isinstance(prepared, dict) else {}
-
-
-class _Facts:
-    """What is known of all values that are valid under a schema: they have one of `types`, the properties `required`,
-    and in each property of `words` one of these strings."""
-
-    def __init__(self) -> None:
-        self.types = frozenset(TYPES) - {"integer"}
-        self.required: set[str] = set()
-        self.words: dict[str, frozenset[str]] = {}
-
-    def add_types(self, schema: dict[str, Any]) -> None:
-        """Keep only the types that `schema` allows; every integer is a number."""
-        given = schema.get("type")
-        names = [given] if isinstance(given, str) else given
-        if isinstance(names, list):
-            self.types &= {"number" if name == "integer" else name for name in names}
-
-    def excludes(self, other: _Facts) -> bool:
-        """Return whether no value satisfies these facts and `other`."""
-        shared = self.types & other.types
-        return not shared or (
-            shared == {"object"}
-            and any(
-                name in other.words and self.words[name].isdisjoint(other.words[name])
-                for name in self.words.keys() & self.required & other.required
-            )
-        )
 
 
 class _Walk:
@@ -127,7 +96,7 @@ class _Walk:
             _spell_out(out, names, at)
         if any(key in out for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")):
             self._bounded.append((at, out))
-        if "oneOf" in out and self._exclude_one_another(schema["oneOf"]):
+        if "oneOf" in out and exclude_each_other(schema["oneOf"], self._resolve):
             out["allOf"] = [*out.get("allOf", ()), {"anyOf": out.pop("oneOf")}]
         return out
 
@@ -149,62 +118,27 @@ class _Walk:
                 out[low] = max(out.get(low, bound) * up, bound * up + LEAST_STEP) * up
 
     def _property_names(self, names: Any, schema: dict[str, Any], at: Path) -> list[str] | None:
-        """Check `propertyNames`; returns the names that it lists, in order, None if it allows every name.
+        """Check `propertyNames`; return the names that it lists, in order; None if it allows every name.
 
         Raises:
             GrammarError: it is anything but `type: string` or a list of names in a schema without other names.
         """
         self.schema(names, at)
-        found = names
         for _ in range(MAX_REFERENCES):
-            if isinstance(found, dict) and found.keys() - ANNOTATIONS == {"$ref"}:
-                found = self._resolve(found["$ref"])
-        rest = {} if found is True else found
-        if not isinstance(rest, dict) or "string" not in _listed(rest.get("type", "string")):
-            rest = {"type": None}
-        keys = rest.keys() - ANNOTATIONS - {"type"}
-        if not keys and rest.get("type", "string") is not None:
+            if isinstance(names, dict) and names.keys() - ANNOTATIONS == {"$ref"}:
+                names = self._resolve(names["$ref"])
+        if names is True:
             return None
-        words = self._words(rest, 0) if len(keys) == 1 and keys <= {"const", "enum"} else None
+        allows_strings = isinstance(names, dict) and "string" in _listed(names.get("type", "string"))
+        keys = names.keys() - ANNOTATIONS - {"type"} if allows_strings else {"type"}
+        if not keys:
+            return None
+        words = words_of(names, self._resolve) if len(keys) == 1 and keys <= {"const", "enum"} else None
         if words is None:
             raise _wrong(at, "is supported as type string or as a list of names (enum, const) only")
         if "properties" in schema or "patternProperties" in schema:
             raise _wrong(at, "a list of names is not supported beside properties or patternProperties")
-        return list(dict.fromkeys([rest["const"]] if "const" in rest else rest["enum"]))
-
-    def _exclude_one_another(self, branches: list[Any]) -> bool:
-        """Return whether the types and constants of these schemas show that no value is valid under two of them.
-
-        llguidance does not follow references to find out, and most tagged unions are written with references.
-        """
-        facts = [_Facts() for _ in branches]
-        for fact, branch in zip(facts, branches, strict=True):
-            self._learn(fact, branch, 0)
-        return all(one.excludes(other) for one, other in itertools.combinations(facts, 2))
-
-    def _learn(self, facts: _Facts, schema: Any, depth: int) -> None:
-        """Add to `facts` what follows from `schema` and the schemas to which it refers."""
-        if not isinstance(schema, dict) or depth > MAX_REFERENCES:
-            return
-        facts.add_types(schema)
-        if isinstance(schema.get("required"), list):
-            facts.required.update(schema["required"])
-        properties = schema.get("properties")
-        for name, one in properties.items() if isinstance(properties, dict) else ():
-            words = self._words(one, depth)
-            if words is not None:
-                facts.words[name] = words & facts.words.get(name, words)
-        if "$ref" in schema:
-            self._learn(facts, self._resolve(schema["$ref"]), depth + 1)
-
-    def _words(self, schema: Any, depth: int) -> frozenset[str] | None:
-        """Return the strings that a schema allows; None if it allows anything beside listed strings."""
-        if not isinstance(schema, dict) or depth > MAX_REFERENCES:
-            return None
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
-        if isinstance(values, list) and all(isinstance(value, str) for value in values):
-            return frozenset(values)
-        return self._words(self._resolve(schema["$ref"]), depth + 1) if "$ref" in schema else None
+        return list(dict.fromkeys([names["const"]] if "const" in names else names["enum"]))
 
     def _resolve(self, reference: Any) -> Any:
         """Return the subschema to which a reference points; None if there is none."""

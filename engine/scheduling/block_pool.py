@@ -94,8 +94,9 @@ class BlockPool:
                 self.num_cached += 1
 
     def check_idle(self) -> str | None:
-        """Check a pool that no sequence uses: the number of free blocks, and `_SAMPLE` blocks after those that the last
-        call checked.
+        """Check that all blocks of a pool that no sequence uses are free, and are findable under their own hash only.
+
+        The hashes of `_SAMPLE` blocks are checked, those after the blocks that the last call checked.
 
         Returns:
             What leaked; None if nothing did.
@@ -109,6 +110,8 @@ class BlockPool:
             if digest is not None and self._index.get(digest) != block:
                 raise IntegrityError(f"{self.name} block {block} has a hash under which another block is found")
         leaked = self.size - self.num_free
+        if not leaked and len(self._index) != self.num_cached:
+            raise IntegrityError(f"{len(self._index)} {self.name} blocks are findable, {self.num_cached} have a hash")
         return f"{leaked} of {self.size} {self.name} blocks are held by no sequence and not free" if leaked else None
 
     def check_integrity(self, held: dict[int, int]) -> None:

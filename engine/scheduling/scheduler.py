@@ -369,7 +369,7 @@ class Scheduler:
         """Halve the token budget after the device ran out of memory over this plan; each commit raises it by 1/16."""
         self.budget = max(1, plan.num_tokens // 2)
 
-    # ── self-check ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── self-check ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def check_idle(self) -> str | None:
         """Check that nothing is left of any request, while no sequence is live. Takes constant time.

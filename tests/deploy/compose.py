@@ -28,7 +28,7 @@ HEALTHY_WITHIN = 60.0
 
 
 class ComposeError(ValueError):
-    """What `docker compose` would refuse."""
+    """An error that `docker compose` would report."""
 
 
 def interpolate(value: Any, environ: Mapping[str, str]) -> Any:
@@ -60,7 +60,7 @@ def interpolate(value: Any, environ: Mapping[str, str]) -> Any:
 
 
 def seconds(duration: str) -> float:
-    """`1m30s` as seconds."""
+    """Return a duration such as `1m30s` in seconds."""
     units = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
     parts = re.findall(r"(\d+(?:\.\d+)?)(ms|[hms])", duration)
     if "".join(number + unit for number, unit in parts) != duration:
@@ -69,26 +69,26 @@ def seconds(duration: str) -> float:
 
 
 def dotenv(text: str) -> dict[str, str]:
-    """The variables of an `.env` file without quotes."""
+    """Return the variables of an `.env` file, without quotes."""
     return dict(re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE))
 
 
 def load(folder: Path, environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """The services of `docker-compose.yml` in `folder`, with `environ` put in, by name."""
+    """Return the services of `docker-compose.yml` in `folder` by name, with the variables of `environ` filled in."""
     model = interpolate(yaml.safe_load((folder / "docker-compose.yml").read_text()), environ)
     return dict(model["services"])
 
 
 @dataclass
 class Container:
-    """One process of a service."""
+    """A container of a service: a process in a box."""
 
     name: str
     process: Boxed
     box: Box
     log: Path
     ports: dict[str, int]
-    """Where a port of the service is here."""
+    """Port of the service → port on this machine."""
     health: list[str] = field(default_factory=list)
     status: int | None = None
     killed: bool = False
@@ -103,7 +103,7 @@ class Container:
         return self.box.run(self.health, timeout=20).returncode == 0
 
     def end(self, grace: float) -> int:
-        """Wait `grace` seconds for the end that SIGTERM asked for, then SIGKILL; the exit status."""
+        """Wait `grace` seconds for the end after SIGTERM, then send SIGKILL; return the exit status."""
         try:
             self.status = self.process.wait(grace)
         except subprocess.TimeoutExpired:
@@ -121,7 +121,7 @@ class Stack:
         self.services = load(context, environ)
         self.containers: dict[str, list[Container]] = {}
         self.ports: dict[tuple[str, str], int] = {}
-        """(service, its port): the port here of the container that its name leads to."""
+        """(service, port of the service) → port on this machine of the container that the service's name leads to."""
         self._made = 0
 
     # ── the commands of docker compose ────────────────────────────────────────────────────────────────────────────
@@ -135,12 +135,12 @@ class Stack:
             self._start_all(name)
 
     def scale(self, name: str, count: int) -> None:
-        """`up --scale name=count`, upwards."""
+        """Start more containers of a service, as `up --scale name=count`."""
         for _ in range(count - len(self.containers[name])):
             self._start(name)
 
     def run(self, name: str, *command: str, timeout: float = 60) -> tuple[int, str]:
-        """`run --rm name command…`: the exit status and what it printed."""
+        """Run a command as `run --rm name command…`; return its exit status and output."""
         self._await_dependencies(self.services[name])
         container = self._start(name, command)
         status = container.process.wait(timeout)
@@ -150,7 +150,7 @@ class Stack:
         return status, container.log.read_text()
 
     def stop(self, *names: str) -> dict[str, list[int]]:
-        """Stop services, all by default: who depends on others first; the exit statuses."""
+        """Stop services, by default all, dependent services first; return the exit statuses."""
         order = [n for n in self._order() if n in self.containers and (not names or n in names)]
         return {name: self._stop_all(name) for name in reversed(order)}
 
@@ -163,7 +163,7 @@ class Stack:
     # ── how ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _order(self) -> list[str]:
-        """The services, each after what it depends on."""
+        """Return the services, each after the services that it depends on."""
         done: list[str] = []
 
         def visit(name: str, above: tuple[str, ...]) -> None:
@@ -214,7 +214,7 @@ class Stack:
         return container
 
     def _image(self, name: str) -> Image:
-        """What the service is built from; one that is not built has this machine's programs."""
+        """Return the image of the service; a service that is not built runs the programs of this machine."""
         build = self.services[name].get("build")
         if build is not None:
             return self.builder.build(build["target"])
@@ -247,7 +247,7 @@ class Stack:
         return place, target, mode != ["ro"]
 
     def _map(self, text: str, own: Mapping[str, int]) -> str:
-        """`text` with the addresses of services, and the service's own port, as they are here."""
+        """Return `text` with the addresses of services, and the service's own port, as they are on this machine."""
         if text in own:
             return str(own[text])
         for (service, port), here in self.ports.items():
@@ -274,7 +274,7 @@ def _ports(service: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def stack(context: Path, folder: Path, environ: Mapping[str, str], builder: Builder) -> Iterator[Stack]:
-    """A stack that is gone at the end of the block, however that ends."""
+    """Yield a stack that is stopped at the end of the block, however that ends."""
     one = Stack(context, folder, environ, builder)
     try:
         yield one

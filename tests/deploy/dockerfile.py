@@ -22,7 +22,7 @@ OF_THE_SYSTEM = re.compile(r"^(apt-get|useradd|install) ")
 BASE_BIN = "/base/bin"
 """Stands for /usr/local/bin of the official Python image."""
 LINKED = "/linked"
-"""Where a box sees the packages that are installed here already."""
+"""Folder in a box with links to the packages that are installed on this machine."""
 
 
 @dataclass
@@ -30,11 +30,11 @@ class Stage:
     name: str
     base: str
     steps: list[tuple[str, str]] = field(default_factory=list)
-    """Instruction and what follows it, on one line."""
+    """An instruction and its arguments, on one line."""
 
 
 def parse(text: str) -> list[Stage]:
-    """The stages of a Dockerfile; a global ARG counts for nothing here."""
+    """Return the stages of a Dockerfile; global ARGs are ignored."""
     stages: list[Stage] = []
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     for line in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines():
@@ -48,7 +48,7 @@ def parse(text: str) -> list[Stage]:
 
 
 def ignored(path: str, patterns: list[str]) -> bool:
-    """Whether `.dockerignore` keeps a file of the context out: the last pattern that fits counts."""
+    """Return whether `.dockerignore` excludes a file of the context: the last pattern that matches decides."""
     out = False
     parts = path.split("/")
     for pattern in patterns:
@@ -60,7 +60,7 @@ def ignored(path: str, patterns: list[str]) -> bool:
 
 @dataclass
 class Image:
-    """A stage that was built: a folder, and how it is run."""
+    """A built stage: its folder, and how it is run."""
 
     root: Path
     environ: dict[str, str] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Image:
     command: list[str] = field(default_factory=list)
     healthcheck: list[str] = field(default_factory=list)
     ran: list[str] = field(default_factory=list)
-    """The RUN steps, those of the stages below it too."""
+    """The RUN steps of this stage and of the stages below it."""
 
 
 class Builder:
@@ -88,10 +88,10 @@ class Builder:
         self.built: dict[str, Image] = {}
         link = (_packages(folder / "linked"), LINKED, False)
         self.mounts = (*interpreter(), link) if linked else (*interpreter(), *network_mounts())
-        """What each box sees besides its image."""
+        """Folders that each box sees besides its image."""
 
     def build(self, target: str) -> Image:
-        """The image of a stage.
+        """Return the image of a stage; build it if needed.
 
         Raises:
             AssertionError: a step failed; the message has its output.
@@ -105,7 +105,7 @@ class Builder:
         return self.built[target]
 
     def box(self, image: Image) -> Box:
-        """Where the image's RUN steps run: the root may be written, packages may be fetched unless they are linked."""
+        """Return the box of the RUN steps: its root is writable, and packages that are not linked may be fetched."""
         pip = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"} if self.linked else network_environ()
         return Box(
             image.root,
@@ -195,7 +195,7 @@ class Builder:
 
 
 def interpreter() -> tuple[tuple[Path, str, bool], ...]:
-    """The interpreter, and the packages of the environment that runs the tests."""
+    """Return the folders of the interpreter and of the packages that run the tests."""
     site = Path(sysconfig.get_path("purelib"))
     base = Path(sys.base_prefix)
     own = () if base.is_relative_to("/usr") else ((base, str(base), False),)
@@ -203,7 +203,7 @@ def interpreter() -> tuple[tuple[Path, str, bool], ...]:
 
 
 def network_mounts() -> tuple[tuple[Path, str, bool], ...]:
-    """What pip needs to fetch packages as it does here."""
+    """Return the files that pip needs to fetch packages as on this machine."""
     here = (Path(f"/etc/{name}") for name in ("resolv.conf", "hosts", "ssl", "nsswitch.conf", "pip.conf", "xdg"))
     found = [(path, str(path), False) for path in here if path.exists()]
     own = Path.home() / ".config" / "pip"
@@ -211,13 +211,13 @@ def network_mounts() -> tuple[tuple[Path, str, bool], ...]:
 
 
 def network_environ() -> dict[str, str]:
-    """The variables with which pip fetches packages here."""
+    """Return the variables with which pip fetches packages on this machine."""
     kept = re.compile(r"(PIP|SSL|REQUESTS)_|(https?|no)_proxy$", re.IGNORECASE)
     return {name: value for name, value in os.environ.items() if kept.match(name)}
 
 
 def _hurry(folder: Path) -> None:
-    """Compilers that leave out optimising, which is most of the time that the kernels take."""
+    """Return compilers that do not optimise, which would take most of the time of building the kernels."""
     for name in ("gcc", "g++"):
         script = folder / name
         script.write_text(f'#!/bin/sh\nexec /usr/bin/{name} "$@" -O0\n')
@@ -225,7 +225,7 @@ def _hurry(folder: Path) -> None:
 
 
 def _link(root: Path) -> None:
-    """Let the image's virtual environment look into `LINKED`."""
+    """Add `LINKED` to the import path of the image's virtual environment."""
     for site in (root / "opt/tokenmill/lib").glob("python*/site-packages"):
         if not (site / "linked.pth").exists():
             for old in [*site.glob("setuptools*"), *site.glob("distutils*"), *site.glob("pkg_resources")]:
@@ -236,7 +236,7 @@ def _link(root: Path) -> None:
 
 
 def _link_script(script: Path, target: Path) -> None:
-    """A command of an installed package, for the interpreter of the image."""
+    """Write a command of an installed package, for the interpreter of the image."""
     first, _, rest = script.read_bytes().partition(b"\n")
     if re.fullmatch(rb"#!.*python3?", first) and script.name != "tokenmill" and not target.exists():
         target.write_bytes(b"#!/opt/tokenmill/bin/python\n" + rest)
@@ -244,7 +244,7 @@ def _link_script(script: Path, target: Path) -> None:
 
 
 def _packages(folder: Path) -> Path:
-    """A folder with links to the packages that are installed here, all but our own and pip."""
+    """Make a folder with links to the packages that are installed on this machine, without tokenmill and pip."""
     folder.mkdir(parents=True)
     for package in Path(sysconfig.get_path("purelib")).iterdir():
         if package.suffix != ".pth" and not re.match(r"_*(editable_*)?tokenmill|pip\b", package.name):

@@ -24,7 +24,7 @@ BWRAP = shutil.which("bwrap")
 
 
 def new_root(folder: Path) -> Path:
-    """A folder to be the `/` of a box."""
+    """Make a folder that can be the `/` of a box."""
     (folder / "tmp").mkdir(parents=True)
     for name in ("bin", "lib", "lib64", "sbin"):
         if Path("/", name).is_symlink():
@@ -34,12 +34,12 @@ def new_root(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Box:
-    """What a process may see and write."""
+    """The file system of a process: what it can read and write."""
 
     root: Path
-    """Its `/`."""
+    """The folder that is its `/`."""
     mounts: tuple[tuple[Path, str, bool], ...] = ()
-    """Source here, path there, writable."""
+    """(Source on this machine, path in the box, writable)."""
     tmpfs: tuple[str, ...] = ()
     read_only: bool = True
     uid: int = 0
@@ -47,10 +47,10 @@ class Box:
     environ: Mapping[str, str] = field(default_factory=dict)
     folder: str = "/"
     init: bool = True
-    """Whether a small init stands before the process, as Docker's `--init`."""
+    """Whether the process runs under a small init, as with Docker's `--init`."""
 
     def command(self, argv: Sequence[str], *options: str) -> list[str]:
-        """The command line that runs `argv` inside."""
+        """Return the command line that runs `argv` in the box."""
         if BWRAP is None:
             raise RuntimeError("bubblewrap is not installed")
         line = [
@@ -119,18 +119,18 @@ class Boxed:
 
     popen: subprocess.Popen[bytes]
     outer: int | None
-    """The first process of its process id space; None: it never came up."""
+    """The first process of its process id space; None: it did not start."""
     init: bool
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process itself; to one that has ended: nothing."""
+        """Send a signal to the process; do nothing if it has ended."""
         if self.popen.poll() is not None or self.outer is None:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._inner(self.outer) if self.init else self.outer, number)
 
     def wait(self, timeout: float) -> int:
-        """Its exit status; 128 + n where signal n ended it."""
+        """Wait for the end; return the exit status, 128 + n after signal n."""
         return self.popen.wait(timeout)
 
     def _inner(self, outer: int) -> int:

@@ -86,7 +86,7 @@ def test_every_service_that_stays_has_a_health_check_and_restarts() -> None:
         assert service["restart"] == ("unless-stopped" if stays else "no"), name
 
 
-def test_images_of_others_are_pinned_to_a_release() -> None:
+def test_third_party_images_are_pinned_to_a_release() -> None:
     for name, service in SERVICES.items():
         if "build" not in service:
             assert re.fullmatch(r"[a-z/]+:\d+\.\d+\.\d+(-\w+)?", service["image"]), name

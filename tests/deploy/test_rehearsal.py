@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.model, pytest.mark.redis_server, pytest.mark.timeout(3
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Builder:
-    """What the Dockerfile builds, with the packages that are installed here instead of downloads."""
+    """Builds the images of the Dockerfile, with packages of this machine instead of downloads."""
     if BWRAP is None:
         pytest.skip("no bubblewrap on this machine: install it, the rehearsal runs in its boxes")
     return Builder(ROOT, tmp_path_factory.mktemp("images"), {"TORCH_INDEX": ""}, linked=True)
@@ -95,7 +95,7 @@ def test_a_demo_producer_gets_its_text_and_ends(compose: Stack) -> None:
     assert len(said.split()) > 10
 
 
-def test_what_a_service_enqueues_with_rq_is_run_and_the_clerk_keeps_its_chores(compose: Stack) -> None:
+def test_rq_jobs_of_a_service_are_run_and_the_clerk_keeps_its_chores(compose: Stack) -> None:
     with closing(redis.Redis.from_url(url(compose, "clerk"))) as connection:
         queue = rq.Queue("tokenmill", connection=connection, serializer=JSONSerializer)
         job = queue.enqueue("producer.jobs.generate", kwargs={"prompt": "One, two,", "max_tokens": 4})

@@ -102,7 +102,7 @@ def mixed(rng: random.Random, count: int) -> list[dict[str, Any]]:
 
 
 def check_texts(batch: Batch) -> None:
-    """What succeeded says what the fake engine says of that prompt, and nothing but refused bodies failed."""
+    """Check that each response has the text of the fake engine for its prompt, and that only refused bodies failed."""
     asked = {one["custom_id"]: one["body"] for one in batch.requests}
     output, errors = batch.outputs
     for line in read(output):

@@ -56,7 +56,7 @@ def test_one_crash_makes_no_job_run_alone(own: Queue, start: Start) -> None:
 
 @pytest.mark.redis_server
 def test_a_body_that_kills_every_worker_that_reads_it_is_given_up_unread(own: Queue, start: Start) -> None:
-    """It never starts, so it has no deaths to count: a mark tells what its readers were doing when they died."""
+    """The job never starts, so it has no deaths to count: a mark says which entry the dead workers were reading."""
     options = {"FAKE_KILL_READER": "poison", "FAKE_STEP": "0.005", "block_ms": "20"}
     before = [own.add({"prompt": f"before {i}", "max_tokens": 30}) for i in range(8)]
     poison = own.add({"prompt": "poison"}, id="poison", group="g")

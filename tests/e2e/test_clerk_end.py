@@ -155,7 +155,7 @@ def test_a_clerk_ends_without_redis_as_well(
     process = clerk(office, tls[0])
     eventually(lambda: status(office, "deliver_callbacks") == "started", 20)
     own_redis.kill()
-    eventually(lambda: "does not serve" in process.log, 20)
+    eventually(lambda: "Redis is away" in process.log, 20)
     assert ends(process, number, 30) == 0, process.log
     own_redis.start()
 

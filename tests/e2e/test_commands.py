@@ -38,7 +38,7 @@ class Block:
     line: int
 
     def lines(self) -> list[str]:
-        """Its commands, continued lines joined, without comments."""
+        """Return the commands of the block: continued lines joined, comments removed."""
         joined = self.code.replace("\\\n", " ").splitlines()
         return [line.strip() for line in joined if line.strip() and not line.lstrip().startswith("#")]
 
@@ -70,7 +70,7 @@ def test_every_block_says_what_it_is_and_every_command_is_in_one(page: Path) -> 
 
 @dataclass
 class Shell:
-    """Where the commands of one page run."""
+    """The environment in which the commands of a page run."""
 
     server: RedisServer
     folder: Path
@@ -203,7 +203,7 @@ def test_every_make_target_of_the_documents_exists() -> None:
 
 
 @pytest.mark.parametrize(("block", "line"), NAMED, ids=lambda one: None if isinstance(one, Block) else one[:40])
-def test_what_is_not_run_names_things_that_exist(block: Block, line: str) -> None:
+def test_commands_that_no_test_runs_name_things_that_exist(block: Block, line: str) -> None:
     words = shlex.split(line, comments=True)
     for part in " ".join(words).split(" && "):
         _exists(part.split())

@@ -66,7 +66,7 @@ def test_a_worker_whose_model_cannot_be_loaded_claims_no_lease(own: Queue) -> No
 
 
 @pytest.mark.model
-def test_what_is_loaded_is_logged_with_its_size(own: Queue) -> None:
+def test_the_loaded_model_is_logged_with_its_size(own: Queue) -> None:
     options = ("--queue", own.keys.queue, "--burst", "--num-kv-blocks", "64", "--device", "cpu")
     done = serve(own.url, *options, model="smollm2-135m")
     assert done.returncode == Exit.OK
@@ -79,7 +79,7 @@ def test_what_is_loaded_is_logged_with_its_size(own: Queue) -> None:
 
 
 def cut(admin: redis.Redis) -> None:
-    """Make workers log in anew; a changed password leaves connections as they are."""
+    """Close the workers' connections, so that they log in again: a changed password leaves open connections alone."""
     admin.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
 
@@ -126,8 +126,9 @@ def test_after_a_change_of_the_password_a_stopped_worker_still_hands_its_jobs_ba
     job, _ = (own.add({"prompt": "x", "max_tokens": 10_000}) for _ in range(2))
     eventually(lambda: own.client.hget(own.keys.job(job), "state") == b"running", 30)
     shown = own.client.keys(own.keys.worker("*"))[0]
-    first = own.client.hget(shown, "updated_ms")
-    eventually(lambda: own.client.hget(shown, "updated_ms") not in (first, None), 10)
+    for _ in range(4):  # beats, after which every thread has its connection
+        last = own.client.hget(shown, "updated_ms")
+        eventually(lambda: own.client.hget(shown, "updated_ms") not in (last, None), 10)  # noqa: B023
     own.client.config_set("requirepass", "later")
     assert worker.stop() == Exit.OK
     assert own.client.hmget(own.keys.job(job), "state", "tries", "deaths") == [b"queued", b"0", b"0"]

@@ -77,10 +77,10 @@ def test_a_redis_that_comes_back_empty_is_served_on(own: Queue, own_redis: Redis
 
 
 @pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=pytest.mark.slow)])
-def test_past_its_lease_a_worker_says_nothing_of_an_outage_and_serves_on(
+def test_a_worker_survives_an_outage_that_is_longer_than_its_lease(
     own: Queue, own_redis: RedisServer, start: Start, seconds: float
 ) -> None:
-    """Longer than the lease: what ran is in another's hands or starts anew; the log has one line of it."""
+    """The outage is longer than the lease: the job is run again, here or by another worker, and logged in one line."""
     worker = start(own, FAKE_STEP="0.02", lease_seconds="2")
     job = running(own, max_tokens=150)
     own_redis.kill()
@@ -105,7 +105,7 @@ def test_a_read_only_redis_is_waited_for(own: Queue, start: Start) -> None:
 
 
 def test_a_redis_that_is_loading_is_waited_for(own: Queue, own_redis: RedisServer, start: Start) -> None:
-    """It accepts connections and answers LOADING for a while."""
+    """The server accepts connections and answers LOADING for a while."""
     worker = start(own, FAKE_STEP="0.02", lease_seconds="8")
     job = running(own, max_tokens=120)
     for number in range(400):
@@ -197,7 +197,7 @@ def test_a_delayed_jobs_budget_starts_when_it_joins_its_lane(own: Queue, start: 
     assert own.client.zcard(own.keys.delayed) + own.depth() == 0
 
 
-def test_depth_and_tenants_are_capped_and_who_waits_gets_in(own: Queue, start: Start) -> None:
+def test_depth_and_tenants_are_capped_and_a_waiting_submit_gets_room(own: Queue, start: Start) -> None:
     own.client.hset(own.keys.meta, mapping={"max_depth": 3, "max_per_tenant": 2})
     with Client(own.url, own.keys.queue) as client:
         first = [client.submit("x", max_tokens=30, tenant="t") for _ in range(2)]
@@ -217,7 +217,7 @@ def test_depth_and_tenants_are_capped_and_who_waits_gets_in(own: Queue, start: S
     assert own.client.get(own.keys.quota("t")) == b"0"
 
 
-def test_an_ended_job_that_asked_for_it_is_in_the_callbacks(own: Queue, start: Start) -> None:
+def test_an_ended_job_with_a_callback_is_in_the_callbacks(own: Queue, start: Start) -> None:
     start(own, callback_hosts="hooks.example.org")
     url = "https://hooks.example.org/done?x=1"
     job = own.add({"prompt": "x", "max_tokens": 2}, callback=url)

@@ -57,11 +57,11 @@ def test_a_wrong_url_is_one_line_in_every_command(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["info", "batch cancel", "worker"])
-def test_a_wrong_variable_is_named_as_what_it_is(name: str, variable: str, value: str, complaint: str) -> None:
+def test_the_error_of_a_wrong_variable_names_the_variable(name: str, variable: str, value: str, complaint: str) -> None:
     check_line(run(*COMMANDS[name], **{variable: value}), f"{variable}: {complaint}")
 
 
-def test_an_option_goes_before_its_variable_and_is_named_where_it_is_wrong() -> None:
+def test_an_option_overrides_its_variable_and_its_error_names_the_option() -> None:
     check_line(run("info", "--prefix", "a b", TOKENMILL_PREFIX="c:d"), "--prefix: must match")
     check_line(run("worker", "--model", "x", "--queue", "a b", TOKENMILL_QUEUE="c:d"), "--queue: must match")
 
@@ -77,7 +77,7 @@ def test_an_option_goes_before_its_variable_and_is_named_where_it_is_wrong() -> 
         ("TOKENMILL_LOG_LEVEL", "LOUD"),
     ],
 )
-def test_a_workers_wrong_variable_is_named_as_what_it_is(variable: str, value: str) -> None:
+def test_the_error_of_a_workers_wrong_variable_names_the_variable(variable: str, value: str) -> None:
     check_line(run("worker", "--model", "x", **{variable: value}), f"{variable}: ")
 
 
@@ -137,7 +137,7 @@ def test_a_wrong_password_of_any_characters_is_one_line(own_redis: RedisServer, 
 
 
 def guarded(pid: int) -> bool:
-    """Whether the interpreter itself has started, which nothing of ours can guard: it maps this when it is asked to."""
+    """Return whether the process imports packages already: before that, Ctrl-C meets the start of Python itself."""
     try:
         with open(f"/proc/{pid}/maps") as maps:
             return "hiredis" in (text := maps.read()) or "pydantic_core" in text
@@ -176,7 +176,7 @@ def test_a_command_whose_sigint_is_ignored_from_outside_goes_on(ignored: bool) -
     assert (done.returncode, done.stdout) == ((0, "went on\n") if ignored else (-signal.SIGINT, ""))
 
 
-def test_what_tests_start_takes_sigint_however_the_tests_were_started() -> None:
+def test_processes_of_tests_take_sigint_however_the_tests_were_started() -> None:
     code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     command = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); import tests.conftest, subprocess\n"
     command += "print(subprocess.run([sys.executable, '-c', sys.argv[1]], capture_output=True, text=True).stdout)"

@@ -141,7 +141,7 @@ def test_a_cancel_frees_a_running_jobs_blocks_and_those_of_waiting_ones(served: 
     at_rest(queue)
 
 
-def test_cancelled_before_it_is_read_it_ends_without_a_token(served: tuple[Queue, WorkerProcess]) -> None:
+def test_a_job_that_is_cancelled_before_a_worker_reads_it_has_no_token(served: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = served
     job = secrets.token_hex(8)
     queue.cancel(job)

@@ -71,7 +71,7 @@ def test_sigterm_drains_and_the_process_exits_zero(queue: Queue, start: Start) -
     assert "nobody's business" not in worker.log
 
 
-def test_what_is_not_finished_in_time_is_handed_back_at_once(queue: Queue, start: Start) -> None:
+def test_jobs_that_do_not_finish_within_the_drain_are_handed_back_at_once(queue: Queue, start: Start) -> None:
     worker = start(queue, FAKE_STEP="0.05", drain_seconds="0")
     job = running(queue)
     assert worker.stop() == Exit.OK
@@ -136,7 +136,7 @@ def test_a_flushed_redis_costs_its_jobs_but_not_the_worker(own: Queue, start: St
 
 
 @pytest.mark.redis_server
-def test_a_full_redis_still_gets_the_results_of_what_runs(own: Queue, start: Start) -> None:
+def test_a_full_redis_still_gets_the_results_of_running_jobs(own: Queue, start: Start) -> None:
     worker = start(own, FAKE_STEP="0.02")
     job = running(own, max_tokens=200)
     own.client.config_set("maxmemory", "1mb")  # less than it uses already

@@ -235,7 +235,7 @@ def test_a_swapped_sequence_comes_back_with_all_it_had_computed() -> None:
     blocks.check_integrity([])
 
 
-def test_what_is_still_on_the_device_is_not_copied_back() -> None:
+def test_a_block_that_is_still_on_the_device_is_not_copied_back() -> None:
     blocks = BlockManager(4, 4, host_slots=4)
     a = sequence(list(range(10)))
     compute(blocks, a)

@@ -563,3 +563,13 @@ def test_successive_checks_of_an_idle_engine_find_a_wrong_hash_anywhere_in_the_p
             check_often(engine)
         device._hashes[block] = digest
     check_often(engine)
+
+
+def test_a_check_of_an_idle_engine_finds_a_hash_that_a_reused_block_has_lost() -> None:
+    """No block has this hash any more, so that checks of the blocks' own hashes cannot find it."""
+    engine, _ = make_engine(num_blocks=1000)
+    run(engine, request("a", list(range(1, 20))))
+    device = engine.scheduler.blocks.device
+    device._index[b"of an evicted prefix"] = 999
+    with pytest.raises(IntegrityError, match="device blocks are findable"):
+        engine.check_idle()

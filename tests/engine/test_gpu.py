@@ -145,7 +145,7 @@ def test_compiled_kernels_keep_their_hands_off_the_device() -> None:
 # ── the pretended GPU itself ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_it_refuses_to_mix_host_and_device() -> None:
+def test_the_pretended_gpu_refuses_to_mix_host_and_device() -> None:
     with pretend_gpu():
         here, there = torch.ones(3), torch.ones(3).to("cuda")
         with pytest.raises(RuntimeError, match="same device"):
@@ -159,7 +159,7 @@ def test_it_refuses_to_mix_host_and_device() -> None:
         assert (there + torch.tensor(1.0)).tolist() == [2, 2, 2]  # a single number may be of the host
 
 
-def test_it_counts_what_the_host_waits_for() -> None:
+def test_the_pretended_gpu_counts_the_waits_of_the_host() -> None:
     with pretend_gpu() as gpu:
         x = torch.ones(3).pin_memory().to("cuda", non_blocking=True)
         x[torch.zeros(1, dtype=torch.int64, device="cuda")] = 2.0

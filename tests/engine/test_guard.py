@@ -102,7 +102,7 @@ def test_a_bomb_is_refused_soon(compiler: GrammarCompiler, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_only_looks_like_a_bomb_compiles(compiler: GrammarCompiler, name: str) -> None:
+def test_a_harmless_grammar_that_looks_like_a_bomb_compiles(compiler: GrammarCompiler, name: str) -> None:
     assert isinstance(compiler.compile(*HARMLESS[name]), Grammar)
 
 
@@ -204,7 +204,7 @@ def test_a_refusal_is_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -
     assert compiler.compile("regex", "a")
 
 
-def test_what_takes_too_long_is_refused_and_many_threads_may_ask() -> None:
+def test_a_grammar_that_takes_too_long_is_refused_for_each_of_many_threads() -> None:
     guard = _guard(seconds=0.05)
     wide = {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}
     source = llguidance.LLMatcher.grammar_from_json_schema(wide)

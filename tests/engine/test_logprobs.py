@@ -45,7 +45,7 @@ def sampled(logits: list[float], **params: Any) -> TokenLogprobs:
         {"min_tokens": 5},
     ],
 )
-def test_they_are_the_models_own_whatever_the_sampler_does_after(params: dict[str, Any]) -> None:
+def test_logprobs_are_those_of_the_model_before_any_step_of_the_sampler(params: dict[str, Any]) -> None:
     found = sampled([2.0, 1.0, 0.0], tokens=[1, 2, 2], logprobs=3, **params)
     assert [one.token_id for one in found.top] == [0, 1, 2]
     assert [one.logprob for one in found.top] == pytest.approx(GOLDEN, abs=1e-5)
@@ -83,7 +83,7 @@ def test_only_rows_that_request_logprobs_get_them() -> None:
     assert [None if one is None else len(one.top) for one in found] == [None, 0, 2]
 
 
-def test_a_grammar_and_extreme_logits_leave_them_finite() -> None:
+def test_logprobs_stay_finite_with_a_grammar_and_extreme_logits() -> None:
     one = request("a", [1, 2, 3], 8, grammar=letters("bcd"), logprobs=20)
     engine, _ = make_engine()
     (choice,) = run(engine, one)["a"].choices
@@ -180,7 +180,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Callable[[list
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 32])
 @pytest.mark.parametrize("budget", [7, 256])
-def test_they_equal_those_of_transformers(
+def test_logprobs_equal_those_of_transformers(
     model: tuple[str, Callable[[list[int]], torch.Tensor]], block_size: int, budget: int
 ) -> None:
     path, logs = model

@@ -22,7 +22,7 @@ def write(root: Path, **files: str) -> None:
 
 
 class TestAvailable:
-    def test_what_the_system_has_available(self, tmp_path: Path) -> None:
+    def test_without_control_groups_the_memory_of_the_system_counts(self, tmp_path: Path) -> None:
         write(tmp_path, proc__meminfo="MemTotal: 8000000 kB\nMemAvailable: 4000000 kB\n")
         assert available_bytes(tmp_path) == 4_000_000 * 1024
 
@@ -67,7 +67,7 @@ class TestDefaults:
         assert pool <= min(gib * GIB // 4, 5 * GIB // 4)
         assert default_host_bytes(pool, in_file=False) <= pool // 4
 
-    def test_it_holds_what_a_usual_batch_needs(self) -> None:
+    def test_the_default_pool_holds_a_usual_batch(self) -> None:
         assert self.blocks(8 * GIB) * 16 >= 128 * 384
 
     def test_a_sequence_of_full_length_fits_where_memory_allows(self) -> None:

@@ -333,7 +333,7 @@ def small_device(largest: int) -> tuple[Engine, SmallDevice]:
     return engine, runner
 
 
-def test_out_of_memory_shrinks_the_step_and_everybody_goes_on() -> None:
+def test_out_of_memory_shrinks_the_step_and_every_request_goes_on() -> None:
     engine, runner = small_device(6)
     requests = [request(f"r{i}", [i + 1] * 20, 6, ignore_eos=True) for i in range(4)]
     finished = run(engine, *requests)

@@ -219,7 +219,7 @@ class TestBans:
         assert pick(self.logits, row([3, 2, 3], prompt=3, bans=bans)) == 1, "the prompt counts"
         assert pick([4.0, 5.0, 3.0], row([1], bans=bans)) == 0
 
-    def test_they_are_those_of_transformers(self) -> None:
+    def test_bans_are_those_of_transformers(self) -> None:
         rng = random.Random(0)
         for _ in range(200):
             tokens = [rng.randrange(4) for _ in range(rng.randint(2, 9))]
@@ -251,7 +251,7 @@ class TestBans:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_is_not_finite_gives_no_id_and_leaves_the_others_alone(bad: float, temperature: float) -> None:
+def test_a_row_that_is_not_finite_gives_no_id_and_changes_no_other_row(bad: float, temperature: float) -> None:
     rows = [row(temperature=temperature, top_p=0.9, seed=s, frequency_penalty=0.1) for s in range(3)]
     good = torch.randn(3, 50)
     expected = Sampler(50).sample(good.clone(), rows).token_ids
@@ -270,7 +270,7 @@ def test_a_finished_row_leaves_nothing_behind() -> None:
     assert (sampler._counts, sampler._uids, sampler._columns) == ({}, (), None)
 
 
-def test_rows_that_need_no_more_than_their_highest_logit_go_with_any_others() -> None:
+def test_a_row_samples_the_same_id_alone_and_beside_any_other_rows() -> None:
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
     logits[4, 7] = torch.nan
     best = int(logits[3, :290].argmax())

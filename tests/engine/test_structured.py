@@ -140,13 +140,13 @@ def test_a_lark_grammar_is_followed() -> None:
 
 
 @pytest.mark.parametrize(("schema", "word"), schemas.UNSUPPORTED, ids=lambda value: value if type(value) is str else "")
-def test_what_is_not_supported_is_named(schema: Any, word: str) -> None:
+def test_an_unsupported_keyword_of_a_schema_is_named(schema: Any, word: str) -> None:
     with pytest.raises(GrammarError, match=re.escape(word)):
         compiler().compile("json", schema)
 
 
 @pytest.mark.parametrize("schema", [*schemas.IMPOSSIBLE, False, "false", [], "[]", 5, "5", "null", "", "{", '"\ud800"'])
-def test_what_no_text_can_match_is_refused(schema: Any) -> None:
+def test_a_schema_that_no_text_matches_is_refused(schema: Any) -> None:
     with pytest.raises(GrammarError):
         compiler().compile("json", schema)
 

@@ -183,7 +183,9 @@ def test_auto_prefers_flash_and_takes_its_block_size() -> None:
     assert (backend.name, backend.spec.block_size) == ("flash", 256)
 
 
-def test_auto_falls_back_where_it_cannot_run(flash: FlashStandIn, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_takes_another_backend_if_flash_cannot_run_the_spec(
+    flash: FlashStandIn, caplog: pytest.LogCaptureFixture
+) -> None:
     backend = get_backend("auto", CacheSpec(1, 1, 64, 16, torch.bfloat16, CPU))
     assert backend.name != "flash"
     assert "multiple of 256" in caplog.text

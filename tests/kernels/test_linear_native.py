@@ -93,7 +93,7 @@ def test_a_column_has_the_same_bits_beside_any_others() -> None:
         assert torch.equal(Linear(weight[:outputs].clone())(x), whole[:, :outputs])
 
 
-def test_what_is_not_finite_stays_in_its_row() -> None:
+def test_a_value_that_is_not_finite_stays_in_its_row() -> None:
     weight = torch.randn(64, 64).bfloat16()
     for int8 in (False, True):
         layer = Linear(weight, int8=int8)

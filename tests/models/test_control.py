@@ -68,7 +68,7 @@ def test_text_without_control_text_has_the_ids_that_it_always_had(kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_stands_next_to_control_text_has_its_usual_ids(kind: str) -> None:
+def test_text_beside_control_text_has_its_usual_ids(kind: str) -> None:
     ours = wrap(kind)
     for text in harmless():
         chat = [{"role": "system", "content": text}, {"role": "user", "content": "</s>"}]

@@ -92,7 +92,7 @@ class TestBesideTheWeights:
 
 @BACKENDS
 class TestShards:
-    def test_without_an_index_they_give_the_same_model(self, model: Path, shards: Path, backend: str) -> None:
+    def test_shards_without_an_index_give_the_same_model(self, model: Path, shards: Path, backend: str) -> None:
         (shards / "model.safetensors.index.json").unlink()
         assert torch.equal(logits(load(shards, backend=backend)), logits(load(model, backend=backend)))
         next(shards.glob("model-00003-*")).unlink()
@@ -376,7 +376,7 @@ class TestGgufFiles:
         refused(folder, "several GGUF models", "a.gguf, b.GGUF")
 
     @pytest.mark.parametrize("name", ["adapter_model.safetensors", "consolidated.safetensors", "._a.gguf"])
-    def test_it_is_found_beside_files_that_are_no_model(self, one: Path, tmp_path: Path, name: str) -> None:
+    def test_a_gguf_model_is_found_beside_files_that_are_no_model(self, one: Path, tmp_path: Path, name: str) -> None:
         folder = tmp_path / "folder"
         folder.mkdir()
         shutil.copy(one, folder / "a.gguf")
@@ -431,7 +431,7 @@ class TestGgufFiles:
             "tokenizer.ggml.model",
         ],
     )
-    def test_what_is_missing_is_named(self, one: Path, tmp_path: Path, name: str) -> None:
+    def test_a_missing_key_or_tensor_is_named(self, one: Path, tmp_path: Path, name: str) -> None:
         refused(
             rewrite(one, tmp_path / "less.gguf", lambda n: n != name),
             name.rpartition(".")[2 if "ggml" in name else 0] or name,

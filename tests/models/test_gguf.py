@@ -342,7 +342,7 @@ def test_a_tensor_without_a_place_is_named(tmp_path: Path, architecture: str, na
         ("falcon", {}, "falcon"),
     ],
 )
-def test_a_key_it_does_not_know_is_named_whatever_the_backend(
+def test_an_unknown_key_is_named_with_every_backend(
     tmp_path: Path, architecture: str, metadata: dict[str, Any], message: str, backend: str
 ) -> None:
     target = convert(build(tmp_path / "hf"), tmp_path / "model.gguf", architecture, **metadata)
@@ -364,7 +364,7 @@ def test_a_window_is_read(tmp_path: Path) -> None:
     assert torch.allclose(logits(loaded), Reference(source).logits(PROMPT), atol=1e-3)
 
 
-def test_a_key_it_does_not_know_is_not_ignored(tmp_path: Path) -> None:
+def test_an_unknown_key_is_not_ignored(tmp_path: Path) -> None:
     target = convert(build(tmp_path / "hf"), tmp_path / "model.gguf", "llama", expert_count=8)
     with pytest.raises(Unsupported, match=r"llama\.expert_count"):
         GgufFile(target).config()

@@ -181,7 +181,7 @@ def test_a_model_of_phi3_takes_the_white_space_behind_its_markers(tmp_path: Path
         ("llama", {"add_bos_token": False, "add_eos_token": True}, (None, EOS)),
     ],
 )
-def test_what_is_put_around_a_prompt_is_the_files_or_the_kinds(
+def test_the_tokens_around_a_prompt_are_those_of_the_file_or_of_its_kind(
     tmp_path: Path, kind: str, keys: dict[str, Any], ids: tuple[int | None, int | None]
 ) -> None:
     if kind == "llama":
@@ -266,7 +266,7 @@ def test_a_file_without_types_has_its_specials_by_keys_and_ends(tmp_path: Path) 
         ({"types": [1]}, r"tokenizer\.ggml\.token_type"),
     ],
 )
-def test_what_is_not_known_is_refused_by_its_key(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_an_unknown_value_is_refused_with_its_key(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     tokens = [*SPECIALS, "a", "b"]
     usual: dict[str, Any] = {"types": kinds(tokens), "merges": [], "pre": "gpt-2"}
     with pytest.raises(LoadError, match=message):

@@ -157,7 +157,7 @@ class TestWhatTheFusedDecoderDoesNotKnow:
             {"model_type": "olmo3"},
         ],
     )
-    def test_a_value_it_does_not_know_is_named(self, tmp_path: Path, change: dict[str, Any]) -> None:
+    def test_a_config_with_an_unknown_value_is_refused(self, tmp_path: Path, change: dict[str, Any]) -> None:
         build(tmp_path)
         edit_json(tmp_path / "config.json", **change)
         with pytest.raises(LoadError, match="the fused decoder can't run"):
@@ -237,7 +237,7 @@ class TestSuggestedSampling:
         with pytest.raises(LoadError, match=r"generation_config\.json can't be read"):
             load(tmp_path)
 
-    def test_values_come_as_written_and_what_is_unknown_is_named(self, tmp_path: Path) -> None:
+    def test_generation_defaults_are_read_as_written_and_unknown_keys_are_named(self, tmp_path: Path) -> None:
         build(tmp_path)
         suggested = {
             "min_p": 2,
@@ -278,7 +278,7 @@ class TestOptions:
 
     def test_dtype_device_and_backend_names_are_checked(self, tmp_path: Path) -> None:
         build(tmp_path)
-        for wrong in ({"dtype": "int3"}, {"device": "tpu"}, {"backend": "fast"}):
+        for wrong in ({"dtype": "int3"}, {"device": "tpu"}, {"backend": "fast"}, {"quantize": "int2"}):
             with pytest.raises(LoadError, match=next(iter(wrong.values()))):
                 load(tmp_path, **wrong)
         assert load(tmp_path, dtype="auto").dtype in (torch.bfloat16, torch.float32)

@@ -251,7 +251,7 @@ def test_a_silent_host_is_not_called_for_a_while_and_delays_no_other_host(queue:
     settings = replace(SETTINGS, backoff_s=1000)
     tally = deliver(lambda: "last" in calls, settings, send=send)
     assert (tally["delivered"], tally["dead"]) == (1, 0)
-    # Who was being tried when the first fell silent, and nobody since; what was not tried has not spent a try.
+    # Only calls that had begun when the first one got no answer were tried; the remaining callbacks have no try less.
     tried = [call for call in calls if call != "last"]
     assert len(tried) <= 16
     members: Any = queue.redis.zrange(queue.keys.callbacks_delayed, 0, -1)

@@ -229,6 +229,20 @@ def test_stopping_a_batch_cancels_its_requests_in_flight_and_a_requeue_finishes_
     assert custom_ids(output) == [0, 1, 2, 3]
 
 
+def test_cancelling_a_batch_that_has_submitted_no_request_logs_no_failed_cancel(
+    queue: Queue, rqueue: Rq, tmp_path: Path
+) -> None:
+    queue.redis.hset(queue.keys.meta, "max_depth", 0)
+    source, output = batch_file(tmp_path, ["a"]), tmp_path / "out.jsonl"
+    job = rqueue.enqueue("run_batch", input=str(source), output=str(output))
+    process = rqueue.worker("--burst")
+    eventually(output.exists)
+    job.cancel()
+    process.popen.wait(20)
+    assert "BatchStopped" in process.log
+    assert "could not cancel" not in process.log
+
+
 def test_a_pickled_job_is_not_unpickled(rqueue: Rq, tmp_path: Path) -> None:
     sign = tmp_path / "unpickled"
     pickled = rq.Queue(rqueue.jobs.name, connection=rqueue.redis).enqueue("pathlib.Path.touch", sign)

@@ -22,7 +22,7 @@ LEASE = 0.6
 
 
 @dataclass
-class Room:
+class Setup:
     """A quarantine without threads."""
 
     queue: Queue
@@ -67,29 +67,29 @@ def die(queue: Queue, worker: str, jobs: int, tokens: int = 0) -> None:
 
 
 def test_a_single_crash_makes_no_suspects(queue: Queue) -> None:
-    room = Room(queue)
+    setup = Setup(queue)
     for _ in range(4):
         queue.add(BODY)
     die(queue, "a", 4)
-    jobs = room.hold(room.quarantine.sift(room.delivered()))
+    jobs = setup.hold(setup.quarantine.sift(setup.delivered()))
     assert [job.suspect for job in jobs] == [False] * 4
-    assert not room.quarantine.taken
-    assert all(room.quarantine.admits(job) for job in jobs)
+    assert not setup.quarantine.taken
+    assert all(setup.quarantine.admits(job) for job in jobs)
 
 
 def test_of_several_suspects_a_worker_holds_one_and_hands_back_the_others_with_their_deaths(queue: Queue) -> None:
-    room = Room(queue, lease=60)
+    setup = Setup(queue, lease=60)
     for _ in range(4):
         queue.add(BODY)
     for worker in ("a", "b"):
         die(queue, worker, 4)
     ordinary = queue.add(BODY)
     Scripts(queue.client, queue.keys, "c").read(1)
-    kept = room.quarantine.sift(room.delivered())
-    jobs = room.hold(kept)
+    kept = setup.quarantine.sift(setup.delivered())
+    jobs = setup.hold(kept)
     assert [job.suspect for job in jobs] == [True, False]
     assert jobs[1].id == ordinary
-    assert room.quarantine.turned_away
+    assert setup.quarantine.turned_away
     # Handed back as they were: the next worker sees two deaths, too.
     other = Quarantine(Scripts(queue.client, queue.keys, "other"), Held(), 60)
 
@@ -98,138 +98,138 @@ def test_of_several_suspects_a_worker_holds_one_and_hands_back_the_others_with_t
         return list(found) if len(found) == 3 else []
 
     idle = eventually(takeable)
-    again = [one for one in room.delivered() if one.entry in {row["message_id"].decode() for row in idle}]
+    again = [one for one in setup.delivered() if one.entry in {row["message_id"].decode() for row in idle}]
     assert len(other.sift(again)) == 1
 
 
 def test_a_suspect_waits_for_running_jobs_at_most_a_lease_and_then_runs_alone(queue: Queue) -> None:
-    room = Room(queue, lease=0.2)
+    setup = Setup(queue, lease=0.2)
     suspect_id = queue.add(BODY)
     for worker in ("a", "b"):
         die(queue, worker, 1)
     runs, waits = Job(Entry("normal", "1-1", Identity("runs"))), Job(Entry("normal", "1-2", Identity("waits")))
     for job in (runs, waits):
-        room.held.add(job)
-    room.held.begin(runs.handle)
-    (suspect,) = room.hold(room.quarantine.sift(room.delivered()))
+        setup.held.add(job)
+    setup.held.begin(runs.handle)
+    (suspect,) = setup.hold(setup.quarantine.sift(setup.delivered()))
     assert suspect.id == suspect_id
-    assert not room.quarantine.admits(suspect)
-    assert not room.quarantine.admits(waits)  # nothing new starts before it
+    assert not setup.quarantine.admits(suspect)
+    assert not setup.quarantine.admits(waits)  # nothing new starts before it
     handed: list[Job] = []
 
     def hand_back(wanted: object) -> None:
-        assert not room.quarantine.admits(suspect)  # not before the others are handed back
-        handed.extend(room.held.take(wanted))  # type: ignore[arg-type]
+        assert not setup.quarantine.admits(suspect)  # not before the others are handed back
+        handed.extend(setup.held.take(wanted))  # type: ignore[arg-type]
 
-    room.quarantine.tick(hand_back)
+    setup.quarantine.tick(hand_back)
     assert handed == []
-    eventually(lambda: room.quarantine.tick(hand_back) or handed)
+    eventually(lambda: setup.quarantine.tick(hand_back) or handed)
     assert handed == [runs]
-    assert room.quarantine.admits(suspect)
-    room.held.begin(suspect.handle)
-    assert not room.quarantine.admits(waits)
-    room.held.forget(suspect.handle)
-    assert room.quarantine.admits(waits)
+    assert setup.quarantine.admits(suspect)
+    setup.held.begin(suspect.handle)
+    assert not setup.quarantine.admits(waits)
+    setup.held.forget(suspect.handle)
+    assert setup.quarantine.admits(waits)
 
 
 def test_after_a_suspect_ordinary_jobs_run_for_at_least_a_lease(queue: Queue) -> None:
-    room = Room(queue, lease=0.3)
+    setup = Setup(queue, lease=0.3)
     for _ in range(2):
         queue.add(BODY)
     for worker in ("a", "b"):
         die(queue, worker, 2)
     ordinary = Job(Entry("normal", "1-1", Identity("ordinary")))
-    (first,) = room.hold(room.quarantine.sift(room.delivered()))
-    room.held.begin(first.handle)
-    room.held.add(ordinary)
-    room.held.forget(first.handle)
+    (first,) = setup.hold(setup.quarantine.sift(setup.delivered()))
+    setup.held.begin(first.handle)
+    setup.held.add(ordinary)
+    setup.held.forget(first.handle)
     queue.client.xack(queue.keys.lane("normal"), "workers", first.entry.id)
     ended = time.monotonic()
-    (second,) = room.hold(room.quarantine.sift(room.delivered()))
+    (second,) = setup.hold(setup.quarantine.sift(setup.delivered()))
     assert second.suspect
-    assert room.quarantine.admits(ordinary)
-    assert not room.quarantine.admits(second)
-    eventually(lambda: room.quarantine.admits(second))
+    assert setup.quarantine.admits(ordinary)
+    assert not setup.quarantine.admits(second)
+    eventually(lambda: setup.quarantine.admits(second))
     assert time.monotonic() - ended >= 0.29
-    assert not room.quarantine.admits(ordinary)
+    assert not setup.quarantine.admits(ordinary)
 
 
 def test_a_suspect_without_ordinary_jobs_beside_it_starts_at_once(queue: Queue) -> None:
-    room = Room(queue, lease=60)
+    setup = Setup(queue, lease=60)
     for _ in range(2):
         queue.add(BODY)
     for worker in ("a", "b"):
         die(queue, worker, 2)
-    (first,) = room.hold(room.quarantine.sift(room.delivered()))
-    assert room.quarantine.admits(first)
-    room.held.begin(first.handle)
+    (first,) = setup.hold(setup.quarantine.sift(setup.delivered()))
+    assert setup.quarantine.admits(first)
+    setup.held.begin(first.handle)
     newcomer = Job(Entry("normal", "1-1", Identity("newcomer")))
-    room.held.add(newcomer)
-    assert not room.quarantine.admits(newcomer)  # it is alone, and stays it
-    room.held.forget(newcomer.handle)
-    room.held.forget(first.handle)
+    setup.held.add(newcomer)
+    assert not setup.quarantine.admits(newcomer)  # it is alone, and stays it
+    setup.held.forget(newcomer.handle)
+    setup.held.forget(first.handle)
     queue.client.xack(queue.keys.lane("normal"), "workers", first.entry.id)
-    (second,) = room.hold(room.quarantine.sift(room.delivered()))
-    assert room.quarantine.admits(second)
+    (second,) = setup.hold(setup.quarantine.sift(setup.delivered()))
+    assert setup.quarantine.admits(second)
 
 
 def test_a_suspect_is_cleared_once_it_has_passed_the_end_of_its_last_run_by_the_margin(queue: Queue) -> None:
     queue.add({"prompt": "x", "max_tokens": 200})
     for worker in ("a", "b"):
         die(queue, worker, 1, tokens=10)
-    room = Room(queue)
-    (suspect,) = room.hold(room.quarantine.sift(room.delivered()))
-    room.held.begin(suspect.handle)
-    started = room.scripts.start(suspect.ref, suspect.entry.identity, prompt_tokens=1, alone=True)
+    setup = Setup(queue)
+    (suspect,) = setup.hold(setup.quarantine.sift(setup.delivered()))
+    setup.held.begin(suspect.handle)
+    started = setup.scripts.start(suspect.ref, suspect.entry.identity, prompt_tokens=1, alone=True)
     suspect.start, suspect.outgoing.tokens = Start(fence=started.fence), 10 + MARGIN - 1
-    room.quarantine.tick(lambda wanted: None)
-    assert room.quarantine.taken
+    setup.quarantine.tick(lambda wanted: None)
+    assert setup.quarantine.taken
     suspect.outgoing.tokens += 1
-    room.quarantine.tick(lambda wanted: None)
-    assert not room.quarantine.taken
+    setup.quarantine.tick(lambda wanted: None)
+    assert not setup.quarantine.taken
     assert not suspect.suspect
     # What it died of so far is forgotten: the next death is its first.
     assert queue.client.hmget(queue.keys.job(suspect.id), "deaths", "cleared", "alone") == [b"2", b"2", b"0"]
-    assert not Room(queue).hold(Room(queue).quarantine.sift(room.delivered()))[0].suspect
+    assert not Setup(queue).hold(Setup(queue).quarantine.sift(setup.delivered()))[0].suspect
 
 
 def test_without_events_a_suspect_runs_alone_to_its_end(queue: Queue) -> None:
     queue.add(BODY, stream="0")
     for worker in ("a", "b"):
         die(queue, worker, 1)
-    room = Room(queue)
-    (suspect,) = room.hold(room.quarantine.sift(room.delivered()))
-    room.held.begin(suspect.handle)
+    setup = Setup(queue)
+    (suspect,) = setup.hold(setup.quarantine.sift(setup.delivered()))
+    setup.held.begin(suspect.handle)
     suspect.outgoing.tokens = 100_000
-    room.quarantine.tick(lambda wanted: None)
-    assert room.quarantine.taken
+    setup.quarantine.tick(lambda wanted: None)
+    assert setup.quarantine.taken
 
 
 def test_a_suspect_that_was_lost_before_it_became_a_job_keeps_no_place(queue: Queue) -> None:
     queue.add(BODY)
     for worker in ("a", "b"):
         die(queue, worker, 1)
-    room = Room(queue)
-    assert len(room.quarantine.sift(room.delivered())) == 1
-    assert room.quarantine.taken  # reserved, and then its reader met an error
-    room.quarantine.begin()
-    assert not room.quarantine.taken
+    setup = Setup(queue)
+    assert len(setup.quarantine.sift(setup.delivered())) == 1
+    assert setup.quarantine.taken  # reserved, and then its reader met an error
+    setup.quarantine.begin()
+    assert not setup.quarantine.taken
 
 
 def test_a_job_hash_of_a_wrong_type_breaks_no_sweep(queue: Queue) -> None:
     job = queue.add(BODY)
-    room = Room(queue)
+    setup = Setup(queue)
     Scripts(queue.client, queue.keys, "a").read(1)
     queue.client.set(queue.keys.job(job), "not a hash")
-    assert len(room.quarantine.sift(room.delivered())) == 1
+    assert len(setup.quarantine.sift(setup.delivered())) == 1
 
 
 def test_handing_back_an_entry_that_was_never_started_erases_no_death(queue: Queue) -> None:
     job = queue.add(BODY)
     die(queue, "a", 1)
-    room = Room(queue)
-    (delivery,) = room.delivered()
-    assert room.scripts.yield_(Ref(delivery.lane, delivery.entry, job), idle_ms=0, count_start=False)
+    setup = Setup(queue)
+    (delivery,) = setup.delivered()
+    assert setup.scripts.yield_(Ref(delivery.lane, delivery.entry, job), idle_ms=0, count_start=False)
     die(queue, "b", 1)
     assert queue.client.hmget(queue.keys.job(job), "deaths", "tries") == [b"1", b"2"]
 
@@ -247,21 +247,21 @@ class TestSpent:
         self.ref = Ref("normal", entry.decode(), fields[b"id"].decode())
         return scripts.start(self.ref, Identity(self.ref.id), prompt_tokens=1, max_attempts=3, **options).status  # type: ignore[arg-type]
 
-    def test_who_dies_alone_after_its_last_start_is_given_up(self, queue: Queue) -> None:
+    def test_a_job_that_dies_alone_after_its_last_start_is_given_up(self, queue: Queue) -> None:
         queue.add(BODY)
         for worker in ("a", "b"):
             assert self.start(queue, worker) is StartStatus.OK
         assert self.start(queue, "c", alone=True) is StartStatus.OK
         assert self.start(queue, "d", alone=True) is StartStatus.SPENT
 
-    def test_who_never_ran_alone_has_a_start_alone_left(self, queue: Queue) -> None:
+    def test_a_job_that_never_ran_alone_gets_one_more_start_alone(self, queue: Queue) -> None:
         queue.add(BODY)
         for worker in ("a", "b", "c"):
             assert self.start(queue, worker) is StartStatus.OK
         assert self.start(queue, "d", alone=True) is StartStatus.OK
         assert self.start(queue, "e", alone=True) is StartStatus.SPENT
 
-    def test_unless_its_producer_named_a_cap(self, queue: Queue) -> None:
+    def test_max_attempts_of_the_producer_allows_no_further_start(self, queue: Queue) -> None:
         queue.add(BODY)
         for worker in ("a", "b", "c"):
             assert self.start(queue, worker, strict=True) is StartStatus.OK
@@ -276,7 +276,7 @@ class TestSpent:
         held = queue.client.hmget(queue.keys.job(self.ref.id), "attempt", "tries", "deaths", "state")
         assert held == [b"10", b"0", b"0", b"queued"]
 
-    def test_failures_that_are_tried_again_do(self, queue: Queue) -> None:
+    def test_retries_after_an_error_count_as_starts(self, queue: Queue) -> None:
         queue.add(BODY)
         for worker in ("a", "b", "c"):
             assert self.start(queue, worker) is StartStatus.OK

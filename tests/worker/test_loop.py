@@ -12,6 +12,7 @@ import structlog
 
 from engine.outputs import Finished, Outcome, StepOutput
 from engine.request import Request, SamplingParams
+from tests.engine.stub import expect_idle, make_engine
 from tests.support import eventually
 from tests.worker.fakes import FakeEngine
 from worker.inbox import Add, Cancel, Do, Drop, Inbox
@@ -152,6 +153,34 @@ def test_while_all_requests_are_on_hold_the_engine_sleeps_and_still_checks_deadl
     running.inbox.post(Do(lambda: running.engine.release("b")))  # type: ignore[arg-type, return-value]
     assert running.finished().outcome is Outcome.SUCCEEDED
     running.close()
+
+
+@pytest.mark.parametrize("end", [Cancel, Drop])
+def test_a_request_can_be_ended_in_the_turn_in_which_its_start_failed(end: type[Cancel | Drop]) -> None:
+    """The real engine frees a dropped request in the next step, so until then it cannot be added again."""
+    engine, _ = make_engine()
+    engine.gate = lambda new: [engine.hold(one.id) for one in new]  # type: ignore[assignment]
+    inbox, outbox = Inbox(), Outbox()
+    loop = EngineLoop(engine, threading.Event(), inbox, outbox, Telemetry())
+    one = request("a")
+
+    def put_back() -> None:
+        assert engine.release("a")
+        engine.drop("a")
+        loop.defer(one, 3600)
+
+    inbox.post(Add(one))
+    loop.turn(wait=False)
+    for message in (Do(put_back), end("a"), end("a")):
+        inbox.post(message)
+    loop.turn(wait=False)
+    assert outbox.empty()
+    inbox.post(end("a"))
+    loop.turn(wait=False)
+    ended = [] if outbox.empty() else [last.outcome for last in outbox.get()[1].finished]  # type: ignore[union-attr]
+    assert ended == ([Outcome.CANCELLED] if end is Cancel else [])
+    assert loop._later == []
+    expect_idle(engine)
 
 
 def test_a_leak_is_reported_once_and_the_loop_goes_on() -> None:

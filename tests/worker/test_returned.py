@@ -159,7 +159,7 @@ class TestRunningCap:
             queue.add(BODY, tenant="t")
         return made, refs(made.read(jobs))
 
-    def test_above_it_a_job_is_handed_back_and_starts_once_another_has_ended(self, queue: Queue) -> None:
+    def test_a_job_above_the_cap_is_handed_back_and_starts_when_another_has_ended(self, queue: Queue) -> None:
         ours, (first, second) = self.make(queue, 2, cap=1)
         assert self.start(ours, first) is StartStatus.OK
         assert self.start(ours, second) is StartStatus.CAPPED
@@ -171,7 +171,7 @@ class TestRunningCap:
         started = ours.start(second, Identity(second.id, tenant="t"), prompt_tokens=1)
         assert (started.status, started.attempt, started.tries) == (StartStatus.OK, 1, 1)
 
-    def test_others_and_the_tenantless_are_not_asked(self, queue: Queue) -> None:
+    def test_the_cap_does_not_apply_to_other_tenants_or_without_a_tenant(self, queue: Queue) -> None:
         ours, (first, second, third) = self.make(queue, 3, cap=1)
         assert self.start(ours, first) is StartStatus.OK
         assert self.start(ours, second, "u") is StartStatus.OK
@@ -185,13 +185,13 @@ class TestRunningCap:
         assert self.start(ours, second) is StartStatus.OK
         assert self.start(ours, first) is StartStatus.CAPPED
 
-    def test_an_entry_that_somebody_deleted_keeps_no_place(self, queue: Queue) -> None:
+    def test_a_deleted_entry_takes_no_place(self, queue: Queue) -> None:
         ours, (first, second) = self.make(queue, 2, cap=1)
         assert self.start(ours, first) is StartStatus.OK
         queue.client.xdel(queue.keys.lane("normal"), first.entry)
         assert self.start(ours, second) is StartStatus.OK
 
-    def test_who_waits_for_it_can_be_cancelled(self, queue: Queue) -> None:
+    def test_a_job_above_the_cap_can_be_cancelled(self, queue: Queue) -> None:
         ours, (first, second) = self.make(queue, 2, cap=1)
         self.start(ours, first)
         assert self.start(ours, second) is StartStatus.CAPPED

@@ -62,6 +62,12 @@ def test_an_empty_variable_counts_as_unset(environ: dict[str, str]) -> None:
     assert settings().max_num_seqs == 128
 
 
+@pytest.mark.parametrize(("text", "value"), [("1", True), (" yes ", True), ("off\r", False)])
+def test_a_switch_in_a_variable_may_have_white_space_around_it(environ: dict[str, str], text: str, value: bool) -> None:
+    environ["TOKENMILL_BURST"] = text
+    assert settings().burst is value
+
+
 @pytest.mark.parametrize("name", ["tokenmill_queue", "TOKENMILL_queue", "QUEUE", "queue"])
 def test_only_the_exact_name_of_a_variable_counts(environ: dict[str, str], name: str) -> None:
     environ[name] = "other"

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tokenmill.protocol.errors import TokenmillError
+
 SHOWN_FAULTS = 100
 """Maximum number of faults of an input file that are listed; further faults are only counted."""
 
@@ -61,7 +63,7 @@ class Fault(NamedTuple):
         return f"{where}{self.code}: {self.message}"
 
 
-class BatchError(Exception):
+class BatchError(TokenmillError):
     """A run cannot continue. Lines that were written stay, and a later run continues from them."""
 
 

@@ -212,6 +212,7 @@ def make_submit(
     delay: float | None,
     wait: bool,
     timeout: float | None,
+    /,
     **options: Any,
 ) -> Submit:
     """Check the arguments of `Client.submit`, which documents them, and build the step.

@@ -235,7 +235,8 @@ def _all_ids(index: str, deadline: Deadline) -> Once[list[str]]:
         asked: tuple[Any, ...] = ("ZRANGEBYSCORE", index, low, "+inf", "WITHSCORES", "LIMIT", skip, PAGE)
         page = (yield Ask([asked], deadline, BRIEF_S))[0]
         flat = [item for pair in page for item in pair] if page and isinstance(page[0], tuple | list) else page
-        members, scores = [member.decode() for member in flat[::2]], [float(score) for score in flat[1::2]]
+        members = [member.decode("utf-8", "replace") for member in flat[::2]]  # producers may write other bytes
+        scores = [float(score) for score in flat[1::2]]
         found |= dict.fromkeys(members)
         if len(members) < PAGE:
             return list(found)

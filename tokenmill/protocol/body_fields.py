@@ -58,7 +58,6 @@ class Message(Strict):
     reasoning_content: str | None = None
     annotations: Annotated[list[Json] | None, FirstError()] = None
     """Part of OpenAI's answers, which clients send back in the next request; no template reads it."""
-
     refusal: str | None = None
     """Part of OpenAI's answers in place of content, which clients send back in the next request."""
 

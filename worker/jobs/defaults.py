@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import structlog
 
-from engine.request import Bans
+from engine.request import Bans, SamplingParams
 from tokenmill.protocol.body import check_value
 from tokenmill.protocol.errors import ErrorCode, JobError
 
 log = structlog.get_logger()
 
 _FILE = "generation_config.json"
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING = tuple(param.name for param in fields(SamplingParams))
+"""Parameters whose default the generation config may set, if `GenerationDefaults` has a field of the same name."""
 
 
 @dataclass(frozen=True, slots=True)

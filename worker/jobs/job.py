@@ -42,7 +42,7 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What was read from a lane. Made by the intake's thread, and never changed."""
+    """The entry as it was read from its lane. Made by the intake's thread, and never changed."""
 
     lane: str
     id: str
@@ -140,7 +140,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Outgoing:
-    """What was computed for a job and how much of it is in Redis. Written by the publisher's thread."""
+    """The text that was computed for a job, and how much of it is in Redis. Written by the publisher's thread."""
 
     tokens: int = 0
     """Generated so far, over all choices."""

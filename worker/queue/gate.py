@@ -43,7 +43,7 @@ CLOSE_SECONDS = 1.0
 
 
 class Gate:
-    """Decides which planned requests may run. Called by the engine, on its thread."""
+    """Decides which planned requests may run. The engine calls it on its thread."""
 
     def __init__(
         self,

@@ -130,7 +130,7 @@ class Intake:
                 raise
 
     def round(self) -> bool:
-        """Take entries over from dead workers, else read new ones, else block until one comes.
+        """Take over entries of dead workers, else read new entries, else block until an entry comes.
 
         Returns whether Redis was called.
         """
@@ -179,7 +179,7 @@ class Intake:
         return self._held.wait_for_place(self._settings.max_waiting, 0)
 
     def _gives_way(self, job: Job, higher: int) -> bool:
-        """Whether a job goes after new jobs of lane `higher`: its lane is lower, and it has not waited too long yet."""
+        """Return whether a job gives way to new jobs of lane `higher`: its lane is lower, and it has not aged yet."""
         below = LANES.index(job.entry.lane) - higher
         return below > 0 and time.monotonic() - job.taken_at < below * self._settings.aging_seconds
 
@@ -212,7 +212,7 @@ class Intake:
             self._accept(found, sent)
 
     def _is_over(self) -> bool:
-        """Whether the queue is empty, entries that other workers hold included, and nothing is held here."""
+        """Return whether the lanes are empty, also of entries that other workers hold, and this worker holds no job."""
         pipe = self._scripts.client.pipeline(transaction=False)
         for lane in self._scripts.keys.lanes:
             pipe.xlen(lane)

@@ -110,7 +110,7 @@ class Publisher:
             self._contact.failed("publish", error)
             return False
 
-    # ── from the outbox ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── from the outbox ───────────────────────────────────────────────────────────────────────────────────────────
 
     def collect(self, block: bool) -> None:
         """Take in all outputs of the outbox; several deltas of one choice become one chunk."""
@@ -172,7 +172,7 @@ class Publisher:
         self._finals[job.handle] = Final(result, dead)
         self._pending[job.handle] = job
 
-    # ── to Redis ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── to Redis ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def flush(self) -> bool:
         """Write the pending text and results, except of jobs whose lease has run out here: they wait for a renewal.

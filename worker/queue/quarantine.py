@@ -243,10 +243,11 @@ class Quarantine:
 
     def _clear(self, job: Job) -> None:
         self._scripts.clear(job.ref, job.start.fence)
-        job.suspect = False
-        log.info("suspect_cleared", id=job.id, tokens=job.outgoing.tokens)
         with self._lock:
-            self._leave()
+            job.suspect = False
+            if self._place is not None and self._place.job is job:
+                self._leave()
+        log.info("suspect_cleared", id=job.id, tokens=job.outgoing.tokens)
 
     # ── under the lock ────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -328,7 +328,7 @@ PAIRS = [("source", "out"), ("source", "err"), ("source", "note"), ("err", "note
 def test_the_files_of_a_run_must_be_different_files(
     tmp_path: Path, one: str, other: str, link: Callable[[Path, Path], None] | None
 ) -> None:
-    """Whatever they are called: by the same name, as a hard link or as a symbolic one."""
+    """Two paths may lead to one file by the same name, a hard link or a symbolic link."""
     paths = {name: tmp_path / name for name in ("source", "out", "err")} | {"note": tmp_path / "out.state"}
     paths[other].write_bytes(b"precious")
     if link is None:

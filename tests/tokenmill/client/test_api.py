@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tokenmill
-from tokenmill import AsyncClient, AsyncGroup, AsyncJob, Client, Group, Job
+from tokenmill import AsyncClient, AsyncGroup, AsyncJob, Client, Group, Job, batch
 from tokenmill.client.params import RequestParams
 from tokenmill.protocol.body import Body
 
@@ -64,10 +64,11 @@ def test_the_request_parameters_are_the_keys_of_a_body() -> None:
 
 
 def test_every_exported_name_exists_and_errors_of_the_library_share_a_base() -> None:
-    for name in tokenmill.__all__:
-        found = getattr(tokenmill, name)
-        if isinstance(found, type) and issubclass(found, Exception):
-            assert issubclass(found, tokenmill.TokenmillError), name
+    for module in (tokenmill, batch):
+        for name in module.__all__:
+            found = getattr(module, name)
+            if isinstance(found, type) and issubclass(found, Exception):
+                assert issubclass(found, tokenmill.TokenmillError), name
     assert issubclass(tokenmill.WaitTimeout, TimeoutError)
 
 

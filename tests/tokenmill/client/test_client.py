@@ -149,6 +149,8 @@ def test_a_job_that_a_worker_would_refuse_is_not_sent(client: Client) -> None:
             client.submit(**arguments)  # type: ignore[arg-type]
         if isinstance(refused.value, JobError):
             assert refused.value.code in (ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE, ErrorCode.NO_ID)
+    with pytest.raises(JobError, match="unknown key 'keys'"):
+        client.submit("x", keys=1)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="priority"):
         client.submit("x", priority="urgent")
     with pytest.raises(ValueError, match="id"):

@@ -51,7 +51,7 @@ class Later:
             self._outcome.append(error)
 
     def outcome(self, seconds: float = 20.0) -> Any:
-        """What it returned or raised."""
+        """Return the value or the exception of the call."""
         self._thread.join(seconds)
         assert self._outcome, f"not back within {seconds} s"
         return self._outcome[0]

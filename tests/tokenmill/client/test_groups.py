@@ -213,6 +213,7 @@ def test_all_ids_of_a_sorted_set_are_read_even_if_scores_are_equal(
     for number in range(11):
         job = client.submit("x", id=f"j{number}", group="mine")
         queue.redis.zadd(queue.keys.open, {job.id: 1_700_000_000_123 * (-1 if number % 2 else 1)})
+    queue.redis.zadd(queue.keys.delayed, {b"\xff not an id": 1})
     assert len(client.group("mine").cancel()) == 11
 
 

@@ -26,7 +26,7 @@ WAITS: dict[str, Callable[[Job], object]] = {
 
 
 def forget_all(queue: Queue) -> None:
-    """What FLUSHALL does, to this queue alone."""
+    """Delete all keys of this queue, as FLUSHALL does."""
     for key in queue.redis.scan_iter(match=queue.keys.root + "*"):
         queue.redis.delete(key)
 

@@ -516,7 +516,7 @@ class TestFinalise:
         queue.redis.script_flush()
         assert scripts.finalise(ref, WHO, done(), fence=1, published=0) is Ending.OK
 
-    def test_a_crash_of_redis_keeps_owners_fences_and_what_was_published(self, own_redis: RedisServer) -> None:
+    def test_a_crash_of_redis_keeps_owners_fences_and_published_events(self, own_redis: RedisServer) -> None:
         with own_redis.client() as client:
             queue = Queue(own_redis.url, client, Keys())
             client.config_set("appendfsync", "always")

@@ -3,11 +3,12 @@
     Runner(client).run("renew", keys, [encode(lane="high", …)])     # one EVALSHA; loads the script if it is missing
     await AsyncRunner(client).run(…)
 
-A script is `common.lua` followed by its own file. Its first argument is a JSON object, the request; opaque bytes follow
-as arguments of their own. (`publish`, called for every step, takes flat JSON lists instead.) A script touches only keys
-in KEYS. Where a key's name depends on data in Redis, the script replies `AGAIN` with that name before its first write,
-and is run again with the key behind the others. The line `#!lua flags=…` allows an ending while Redis is out of memory;
-it is left out for a server that does not know it (fakeredis, Redis 6).
+A script is `common.lua` followed by its own file. Its first argument is a JSON object, the request; opaque bytes
+follow as arguments of their own. (`publish`, called for every step, takes flat JSON lists instead.) A script touches
+only keys in KEYS. Where a key's name depends on data in Redis, the script replies `AGAIN` with that name before it
+writes data of the job (at most it renews the caller's lease and removes foreign values), and is run again with the key
+behind the other keys. The line `#!lua flags=…` allows an ending while Redis is out of memory; it is left out for a
+server that does not know it (fakeredis, Redis 6).
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ local function lives(meta, request)
 end
 
 -- Return nil if all `names` are in KEYS, else the reply `AGAIN key …`. Every key that a script touches must be in KEYS. Where
--- a key's name depends on data, the script replies AGAIN before its first write, and the caller runs the script again with
--- these keys behind its own.
+-- a key's name depends on data, the script replies AGAIN before it writes data of the job, and the caller runs the script
+-- again with these keys behind its own.
 local function undeclared(names)
   local known, missing = {}, { 'AGAIN' }
   for _, key in ipairs(KEYS) do known[key] = true end
