@@ -47,6 +47,18 @@ class Tile:
         return self.rows // group
 
 
+def tiles(dtype: torch.dtype, dim: int, group: int) -> tuple[Tile, Tile]:
+    """Return the tile of decodes and other short pieces, and that of longer pieces.
+
+    Registers and shared memory of each are in `kernels/triton/resources.json`; other sizes were tried there and spill.
+    """
+    rows = max(16, triton.next_power_of_2(group))
+    short = Tile(rows, 64, SEGMENT, warps=8, stages=2)
+    if dtype == torch.float32:
+        return short, short
+    return short, Tile(max(64, rows), 64 if dim <= 128 else 32, WHOLE, warps=8, stages=2)
+
+
 @triton.jit
 def _tiles(
     q,
@@ -112,7 +124,9 @@ def _merge(highest, total, out, part_highest, part_total, part_out):
 
 
 @triton.jit
-def _place(work, starts, contexts, window, TOKENS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr):
+def _place(
+    work, starts, contexts, window, TOKENS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr
+):
     """The rows of this program's work item, and the key positions that they see.
 
     Returns the sequence (-1: padding), for each row its token in the batch, head in the group, position and whether it
