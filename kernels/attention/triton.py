@@ -1,13 +1,13 @@
 """Paged attention on NVIDIA GPUs by the kernels of `kernels/triton`, which are compiled on first use.
 
 Decodes and other short pieces are cut into segments of the keys, each with a program of its own, so that a long context
-does not wait for one program; longer chunks take tiles of more rows. With `tile` the caller chooses one tile for both:
-then the bits of a row depend on its sequence alone.
+does not wait for one program; longer chunks take tiles of more rows.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -63,6 +63,11 @@ class TritonBackend(PlainBackend):
         self._attention, self._write = _kernels()
         self._of: AttentionBatch | None = None
         self._call: _Call | None = None
+
+    @classmethod
+    def runs_on(cls, device: torch.device) -> bool:
+        """Return whether Triton has a compiler for the device, or interprets kernels (`TRITON_INTERPRET=1`)."""
+        return super().runs_on(device) or os.environ.get("TRITON_INTERPRET") == "1"
 
     def write_rotated(
         self,

@@ -125,7 +125,14 @@ def _merge(highest, total, out, part_highest, part_total, part_out):
 
 @triton.jit
 def _place(
-    work, starts, contexts, window, TOKENS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr
+    work,
+    starts,
+    contexts,
+    window,
+    TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """The rows of this program's work item, and the key positions that they see.
 
@@ -180,8 +187,11 @@ def _attend(
     SOFTCAP: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Program (work item, KV head, segment). `stats` is unused unless SPLIT; then `out` is fp32 `[W, K, splits, ROWS, D]`
-    and `stats` fp32 `[W, K, splits, 2, ROWS]`; else `out` is `[T, H, D]`."""
+    """Program (work item, KV head, segment).
+
+    SPLIT: `out` is fp32 `[W, K, splits, ROWS, D]` and `stats` fp32 `[W, K, splits, 2, ROWS]`; otherwise `out` is
+    `[T, H, D]`, `stats` is not used, and there is one segment program for all segments.
+    """
     head = tl.program_id(1)
     sequence, rows, in_group, positions, real, context, low, high = _place(
         work, starts, contexts, window, TOKENS, GROUP, ROWS, WINDOW
@@ -248,7 +258,7 @@ def _combine(
 ):
     """Program (work item, KV head): merge the segments that `_attend` computed apart."""
     head = tl.program_id(1)
-    sequence, rows, in_group, positions, real, context, low, high = _place(
+    sequence, rows, in_group, _, real, _, low, high = _place(
         work, starts, contexts, window, TOKENS, GROUP, ROWS, WINDOW
     )
     if sequence >= 0:
@@ -259,7 +269,7 @@ def _combine(
         merged = tl.zeros([ROWS, WIDTH], tl.float32)
         first = low // SEGMENT
         base = (tl.program_id(0) * tl.num_programs(1) + head).to(tl.int64) * splits
-        for number in range(0, (high + SEGMENT - 1) // SEGMENT - first):
+        for number in range((high + SEGMENT - 1) // SEGMENT - first):
             item = base + number
             part_highest = tl.load(stats + item * (2 * ROWS) + lines, mask=real, other=float("-inf"))
             part_total = tl.load(stats + item * (2 * ROWS) + ROWS + lines, mask=real, other=0.0)
@@ -331,8 +341,8 @@ def attend(
     # Multiplications and additions stay apart, so that the merge has the same bits in both kernels.
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
     _attend[items, kv_heads, splits](
-        q, k, v, target, stats, lengths.tables, lengths.contexts, lengths.starts, work, window or 0, splits, factor, cap,
-        q.stride(0), lengths.tables.stride(0), k.stride(0), k.stride(1),
+        q, k, v, target, stats, lengths.tables, lengths.contexts, lengths.starts, work, window or 0, splits,
+        factor, cap, q.stride(0), lengths.tables.stride(0), k.stride(0), k.stride(1),
         BLOCK=k.shape[1], KEYS=tile.keys, SOFTCAP=softcap is not None, SPLIT=split, **shape, **options,
     )  # fmt: skip
     if split:
