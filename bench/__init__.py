@@ -1,4 +1,4 @@
-"""The measured claims of the project; not installed. `python -m bench --help`."""
+"""Benchmarks of the claims that the project makes; not part of the installed package. `python -m bench --help`."""
 
 from worker.loading import calm_threads
 

@@ -1,4 +1,4 @@
-"""`python -m bench`: a command for each claim that is measured."""
+"""`python -m bench`: one command for each claim that is measured."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def engine(
 
 @app.command()
 def scheduler() -> None:
-    """CPU time of schedule + commit per step, by the number of running and waiting sequences."""
+    """Measure the CPU time of schedule + commit per step, by the number of running and waiting sequences."""
     scheduler_bench.report()
 
 
@@ -87,7 +87,7 @@ def pressure(
     model: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "smollm2-135m",
     dtype: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "auto",
 ) -> None:
-    """A workload that needs three times the KV pool: swap, recompute, a larger pool, and exact predictions."""
+    """Measure a workload that needs three times the KV pool: swap, recompute, a larger pool, exact predictions."""
     pressure_bench.report(model, dtype, requests, rounds)
 
 
@@ -97,7 +97,7 @@ def publish(
     rate: Annotated[float, typer.Option(min=1, help="Steps per second.")] = 100.0,
     seconds: Annotated[float, typer.Option(min=1, help="Length of each of the two runs.")] = 10.0,
 ) -> None:
-    """CPU time of the worker per token event through a real Redis, and the delay of the engine's steps."""
+    """Measure the worker's CPU time per token event through a real Redis, and the delay of the engine's steps."""
     raise typer.Exit(0 if publish_bench.report(streams, rate, seconds) else 1)
 
 
@@ -107,7 +107,7 @@ def quality(
     length: Annotated[int, typer.Option(min=2, help="Tokens of each piece.")] = 512,
     model: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "smollm2-135m",
 ) -> None:
-    """Perplexity of fp32, bf16 and int8 on the same text, and the distance of bf16 and int8 from fp32."""
+    """Measure the perplexity of fp32, bf16 and int8 on the same text, and how far bf16 and int8 are from fp32."""
     quality_bench.report(model, windows, length)
 
 
@@ -116,7 +116,7 @@ def startup(
     model: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "smollm2-135m",
     rounds: Annotated[int, typer.Option(min=1, help="Measured runs of each kind; they alternate.")] = 3,
 ) -> None:
-    """CPU time until a worker is ready, and of `import torch`."""
+    """Measure the CPU time of a worker until it is ready, and that of `import torch`."""
     startup_bench.report(model, rounds)
 
 
@@ -125,18 +125,18 @@ def growth(
     folder: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("docs/images"),
     model: Annotated[str, typer.Option(help="As for `tokenmill worker`.")] = "smollm2-135m",
 ) -> None:
-    """Decode speed and step overhead by running sequences, context and waiting jobs, as tables and pictures."""
+    """Measure decode speed and step overhead by running sequences, context and waiting jobs; draw pictures."""
     growth_bench.report(model, folder)
 
 
 @app.command()
 def attention(
     dtype: Annotated[str, typer.Option(help="bfloat16 | float32")] = "bfloat16",
-    rounds: Annotated[int, typer.Option(min=1, help="Measured runs; their median counts.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured runs; the median is reported.")] = 3,
     only: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     reference: Annotated[bool, typer.Option(help="Run the reference backend, too, and print the ratio.")] = True,
 ) -> None:
-    """Paged attention alone, against the memory bandwidth and the peak FLOP rate of this machine."""
+    """Measure paged attention alone, against the memory bandwidth and the peak FLOP rate of this machine."""
     kinds = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     if dtype not in kinds:
         raise typer.BadParameter(f"--dtype is bfloat16 or float32, not {dtype!r}")

@@ -22,12 +22,12 @@ from kernels.linear import Linear
 
 _BLOCK = 16
 _POOL_BYTES = 1 << 30
-"""Bytes of K and V over all layers: so many layers that none finds its K and V in a cache."""
+"""Bytes of K and V over all layers: enough that no layer finds its K and V in a cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One batch: sequences with these lengths, of each of which the last `queries` tokens are computed."""
+    """A batch of sequences with these lengths; the last `queries` tokens of each sequence are computed."""
 
     name: str
     lengths: tuple[int, ...]
@@ -163,7 +163,8 @@ HEADER = f"{'case':<30} {'ms':>9} {'GFLOP/s':>8} {'of peak':>8} {'GB/s':>6} {'/ 
 
 
 def line(found: Measured, dtype: torch.dtype, name: str = "cpu") -> str:
-    """Format a case as a line: prefill with `of peak`, decode with `/ read`, its time over that of reading K and V."""
+    """Format a case as a line: a prefill as a share of the peak rate (`of peak`), a decode as its time divided by
+    the time to read K and V once (`/ read`)."""
     case, seconds = found.case, found.seconds[name]
     flops, rate = case.flop() / seconds, case.kv_bytes(dtype) / seconds
     other = f"{found.seconds['reference'] / seconds:.1f}" if "reference" in found.seconds else "-"

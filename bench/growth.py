@@ -102,7 +102,7 @@ class Bench:
         self.model = runner.model = _Timed(runner.model)
 
     def point(self, x: int, *, count: int, prompt: int, waiting: int = 0) -> Point:
-        """Measure decode-only steps of `count` sequences after `prompt` tokens each, while `waiting` others wait."""
+        """Measure decode-only steps of `count` sequences after `prompt` tokens each, while `waiting` more wait."""
         source = random.Random(0)
         names = [str(number) for number in range(count + waiting)]
         for name in names:

@@ -16,7 +16,7 @@ def run(engine: EngineLike, items: list[Item], salt: str) -> Run:
     Args:
         engine: an idle engine.
         items: the workload.
-        salt: the cache salt; another one for each round, so that no round finds prefixes of an earlier one.
+        salt: the cache salt; different in each round, so that no round finds cached prefixes of an earlier round.
     """
     start = time.monotonic()
     last: dict[str, float] = {}

@@ -1,8 +1,7 @@
 """Measures the cost of publishing: a whole worker over a real Redis, with an engine that computes nothing.
 
-Of two equal runs, one publishes no tokens. The difference in the process'
-CPU time, over the token events, is the cost of publishing one; the difference between the steps' gaps is what the
-engine feels of it.
+Of two equal runs, one publishes no tokens. The difference in the process' CPU time, divided by the number of token
+events, is the cost of publishing one event; the difference in the gaps between steps is the delay of the engine.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def run(url: str, streams: int, rate: float, seconds: float, publish: bool) -> M
 
 
 def report(streams: int, rate: float, seconds: float) -> bool:
-    """Measure and print; return whether both limits are kept."""
+    """Run with and without publishing, and print; return whether CPU time and step delay are within their limits."""
     settle_heap()
     with tempfile.TemporaryDirectory() as folder, running_redis(Path(folder)) as server:
         quiet = run(server.url, streams, rate, seconds, publish=False)

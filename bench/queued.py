@@ -52,7 +52,7 @@ class Stack:
 
         Args:
             items: the workload.
-            salt: the cache salt; another one for each round, so that no round finds prefixes of an earlier one.
+            salt: the cache salt; different in each round, so that no round finds cached prefixes of an earlier round.
             readers: read the token events of all jobs while they are published.
 
         Raises:

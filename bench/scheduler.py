@@ -20,7 +20,7 @@ def _request(number: int, prompt: int, output: int) -> RequestState:
 
 
 def step_times(running: int, waiting: int, steps: int = 400, block_size: int = 16) -> list[float]:
-    """Return the CPU seconds of `steps` decode-only steps of `running` sequences, while `waiting` others wait."""
+    """Return the CPU seconds of `steps` decode-only steps of `running` sequences, while `waiting` more wait."""
     config = EngineConfig(
         max_num_seqs=running,
         max_num_batched_tokens=1 << 20,
@@ -48,7 +48,7 @@ def step_times(running: int, waiting: int, steps: int = 400, block_size: int = 1
 
 
 def report() -> None:
-    """Print a table over the number of running and waiting sequences."""
+    """Print a table of step times by the number of running and waiting sequences."""
     print("running  waiting   median µs   p99 µs   µs a sequence   (schedule + commit, decode only, block size 16)")
     for running, waiting in ((16, 0), (64, 0), (256, 0), (512, 0), (256, 10_000)):
         times = sorted(step_times(running, waiting))

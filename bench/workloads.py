@@ -25,7 +25,8 @@ def mixed() -> list[Item]:
 
 
 def shared() -> list[Item]:
-    """Return 128 prompts of 512 shared tokens and 16 to 64 others, with 16 to 96 output tokens: one system prompt."""
+    """Return 128 prompts that begin with the same 512 tokens (a system prompt), followed by 16 to 64 tokens of their
+    own, with 16 to 96 output tokens."""
     rng = random.Random(1)
     prefix = _ids(rng, 512)
     return [_item(rng, prefix, (16, 64), (16, 96)) for _ in range(128)]

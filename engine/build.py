@@ -34,9 +34,9 @@ class CacheOptions:
     num_blocks: int | None = None
     """Blocks in the pool; None: see `memory_bytes`."""
     memory_bytes: int | None = None
-    """Bytes that the pool may take; None: what suits the machine, see `engine.memory`."""
+    """Bytes that the pool may take; None: a default for this machine, see `engine.memory`."""
     swap_bytes: int | None = 0
-    """Bytes of the host tier; None: what suits the machine, see `engine.memory`."""
+    """Bytes of the host tier; None: a default for this machine, see `engine.memory`."""
     swap_file: str | None = None
     """Path of a new file that holds the host tier, memory-mapped; None: anonymous memory."""
     attention: str = AUTO

@@ -23,7 +23,7 @@ TEMPERATURES = (0.0, 1.0)
 
 
 class Canary:
-    """Runs the fixed prompt. It holds no block between two runs, and the scheduler does not know it."""
+    """Runs the fixed prompt, without the scheduler. Holds no block between two runs."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner, token_bytes: TokenBytes, prompt: Seq[int]) -> None:
         self._scheduler = scheduler
@@ -32,7 +32,7 @@ class Canary:
         self._prompt = tuple(prompt)
 
     def run(self) -> str | None:
-        """Return what is wrong with the engine; None if nothing is, or if no block is free for the check."""
+        """Run the prompt; return what is wrong with the engine. None: nothing, or no block is free for the check."""
         for temperature in TEMPERATURES:
             params = SamplingParams(max_tokens=CANARY_TOKENS, temperature=temperature, seed=0, ignore_eos=True)
             request = Request(CANARY_ID, self._prompt, params)

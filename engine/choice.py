@@ -1,4 +1,4 @@
-"""What a step does with one choice: append a sampled id, make a delta, make the final output."""
+"""The operations of a step on one choice: append a sampled id, make a delta, make the final output."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class EngineConfig:
     max_model_len: int = 2048
     """Longest sequence, prompt and output, in tokens."""
     block_size: int = 16
-    """Tokens in a KV block; 0: what the attention backend prefers, see `engine.build`."""
+    """Tokens in a KV block; 0: the preferred size of the attention backend, see `engine.build`."""
     num_blocks: int = 1024
     """Blocks in the KV pool."""
     watermark: float = 0.01

@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """How a request is to end at the next point where no forward pass uses it."""
+    """The end of a request that was cancelled, dropped, expired or failed; applied once no forward pass uses it."""
 
     outcome: Outcome | None
     """None: the request ends without a `Finished`."""
@@ -135,8 +135,8 @@ class Engine:
 
         Args:
             request: the request; its id must not be that of a live request.
-            turn: the `turn` of a request that was dropped and is added again, so that it keeps its place in the order
-                of service; None: the request arrives now.
+            turn: for a request that was dropped and is added again: its `turn` before the drop, so that it keeps its
+                place in the order of service; None: the request arrives now.
 
         Raises:
             InvalidRequest, PromptTooLong: as in `validate`.
@@ -413,11 +413,11 @@ class Engine:
         )
 
     def check_idle(self) -> str | None:
-        """Check an engine without requests for what ended requests left behind. Takes constant time: a part of the KV
-        pool is checked in each call.
+        """Check an engine without requests for leftovers of ended requests. Takes constant time: each call checks a
+        part of the KV pool.
 
         Returns:
-            A leak of blocks with which the engine still answers correctly; None if none was found.
+            A message about leaked blocks, without which the engine still works; None if no leak was found.
 
         Raises:
             engine.scheduling.block_pool.IntegrityError: the engine could give wrong text, or requests could wait

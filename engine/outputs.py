@@ -1,4 +1,4 @@
-"""What a step returns: immutable values that can be pickled and passed to another thread or process."""
+"""The values that a step returns: immutable, and can be pickled and passed to another thread or process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Delta:
 
 
 class EngineBroken(RuntimeError):
-    """The engine fails for its own canary: no request is the cause, and this process can compute nothing more."""
+    """The engine's canary failed: the cause is this process, not a request, and it can compute nothing more."""
 
 
 class Outcome(enum.StrEnum):

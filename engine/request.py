@@ -1,4 +1,4 @@
-"""What the engine is asked for: a `Request` with its `SamplingParams`. Immutable; any thread may read it."""
+"""The input of the engine: a `Request` with its `SamplingParams`. Immutable; any thread may read it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GrammarError(RequestError):
 
 
 class GrammarUndecided(Exception):
-    """It could not be determined whether a grammar compiles. A retry may succeed: the cause is this process."""
+    """Whether a grammar compiles could not be determined. Retryable: the cause is this process, not the grammar."""
 
 
 class PromptTooLong(RequestError):
@@ -55,7 +55,7 @@ class Bans:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. The worker checks the ranges when it parses a request, not this class.
+    """How to choose tokens and when to stop. Ranges are not checked here: the worker does when it parses a request.
 
     Order of application: logit_bias, penalties, the grammar, bans and `min_tokens`, temperature, top_k, top_p, min_p.
     """
@@ -88,12 +88,12 @@ class SamplingParams:
     logprobs: int | None = None
     """Return the log-probability of each output id and of this many most likely ids; None: no log-probabilities."""
     prompt_logprobs: int | None = None
-    """As `logprobs`, for the ids of the prompt."""
+    """Same as `logprobs`, for the ids of the prompt."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Request:
-    """One prompt and its parameters. What the engine knows of it beyond that is in `engine.sequence.RequestState`.
+    """One prompt and its parameters. The engine keeps its own state of a request in `engine.sequence.RequestState`.
 
     Raises:
         InvalidRequest: the prompt is empty.

@@ -19,7 +19,7 @@ from kernels.device import upload
 
 
 class Runner(Protocol):
-    """The interface of the engine to what executes a step."""
+    """The interface that the engine calls to execute a step."""
 
     def move(self, plan: Plan) -> None:
         """Copy the blocks of the plan: all of `swap_out`, then of `swap_in`, then of `copies`."""
@@ -57,7 +57,7 @@ class ModelRunner:
             host: host tier, uint8 `[host_slots, block_bytes]`.
             block_size: tokens in a block.
             eos_token_ids: ids that `min_tokens` and grammars treat as the end of the text.
-            bucket: rounds a number of rows up to one that the model computes fast, and always with the same bits.
+            bucket: rounds a number of rows up to a number that the model computes fast and always with the same bits.
         """
         self.pool = pool
         self.host = host

@@ -82,7 +82,7 @@ class RequestState:
     turn: float = 0.0
     """Sort key for scheduling, in seconds: arrival time plus `EngineConfig.aging_seconds` for each lower lane."""
     sequences: list[Sequence] = field(default_factory=list)
-    """One for each choice, in the order of the choices."""
+    """One sequence for each choice, in the order of the choices."""
     gated: bool = False
     """Whether the request was passed to `Engine.gate`."""
     on_hold: bool = False

@@ -13,7 +13,7 @@ from engine.sequence import RequestState
 
 
 class Suspects:
-    """Requests of steps that raised, which each run alone in one of the next steps."""
+    """The requests of steps that raised; each of them runs alone in one of the next steps."""
 
     def __init__(self) -> None:
         self._ids: deque[str] = deque()

@@ -2,8 +2,8 @@
 
 On CPUs with bf16 dot products, our own kernel (`csrc/gemm.h`) computes any number of rows. On other CPUs, oneDNN does,
 with prepacked weights; it gives a row the same bits for every number of rows from 2 on (measured in fp32 and bf16).
-Rows are padded to buckets there, since oneDNN builds a primitive for each number of rows. On other devices it is
-`F.linear`.
+Rows for oneDNN are padded to buckets, since oneDNN builds a primitive for each number of rows. On other devices,
+`F.linear` computes the rows.
 
 int8 is W8A8: a scale for each output (weights) and for each row (inputs), both symmetric. Sums are integers and exact,
 so every implementation gives the same bits (LLM.int8(), Dettmers et al. 2022, without the outliers).
@@ -40,7 +40,7 @@ def bucket(rows: int) -> int:
 
 
 def row_bucket(dtype: torch.dtype) -> Callable[[int], int]:
-    """Return the function that rounds up numbers of rows for a model on the CPU: none is padded for our own kernel."""
+    """Return the function that rounds up a number of rows for a model on the CPU; our own kernel needs no rounding."""
     return (lambda rows: rows) if _native(dtype) is not None else bucket
 
 
@@ -78,8 +78,8 @@ class Linear:
     Args:
         weight: `[out, in]`.
         bias: `[out]` or None.
-        gated: the first half of the outputs are gates, the second what they let through: `y = silu(gate) * up`.
-        int8: multiply in int8. Too few or too many inputs for it keep their type.
+        gated: the first half of the outputs are gates, the second half the gated values: `y = silu(gate) * up`.
+        int8: multiply in int8; without effect if int8 does not support this number of inputs.
     """
 
     __slots__ = ("_dtype", "_gate", "_product", "in_features", "out_features")

@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Cache(Structure):
-    """`Cache` of csrc/native.h."""
+    """The struct `Cache` of csrc/native.h."""
 
     _fields_ = (
         ("pool", c_void_p),
@@ -38,7 +38,7 @@ class Cache(Structure):
 
 
 class Batch(Structure):
-    """`Batch` of csrc/native.h."""
+    """The struct `Batch` of csrc/native.h."""
 
     _fields_ = (
         ("id", c_int64),
@@ -54,7 +54,7 @@ class Batch(Structure):
 
 
 class Attend(Structure):
-    """`Attend` of csrc/native.h."""
+    """The struct `Attend` of csrc/native.h."""
 
     _fields_ = (
         ("layer", c_int32),
@@ -69,7 +69,7 @@ class Attend(Structure):
 
 
 class Write(Structure):
-    """`Write` of csrc/native.h."""
+    """The struct `Write` of csrc/native.h."""
 
     _fields_ = (
         ("layer", c_int32),
@@ -86,7 +86,7 @@ class Write(Structure):
 
 
 class Product(Structure):
-    """`Product` of csrc/native.h."""
+    """The struct `Product` of csrc/native.h."""
 
     _fields_ = (
         ("x", c_void_p),
@@ -160,7 +160,7 @@ def huge_pages(memory: torch.Tensor) -> None:
 
 
 def missing() -> str:
-    """Return why `library` returns None; empty if it does not."""
+    """Return why `library` returns None; empty if it returns a library."""
     return _load()[1]
 
 

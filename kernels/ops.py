@@ -1,8 +1,7 @@
-"""The small operations between the matrix products: one pass over memory each where the compiled kernels run, else
-torch.
+"""The small operations between the matrix products: compiled kernels that pass over memory once, or else torch.
 
-Each treats every row alone, in an order that depends on nothing else. They round where `kernels.ops_reference` rounds;
-only sums and `exp` differ in their last bits.
+Each computes every row independently of the other rows, in a fixed order. They round where `kernels.ops_reference`
+rounds; only sums and `exp` differ in their last bits.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["add_rms_norm", "argmax", "gelu_mul", "quantize", "rms_norm", "rotary
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return `x / rms(x) * weight` over the last dimension, in fp32 before `weight` (Zhang and Sennrich 2019).
 
-    A weight of x's dtype multiplies after the rounding to it, one of fp32 before.
+    A weight in x's dtype multiplies after the rounding to this dtype, a weight in fp32 before it.
     """
     library = _library(x, weight=weight)
     if library is None:

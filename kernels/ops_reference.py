@@ -18,7 +18,7 @@ GELU_INNER, GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return `x / rms(x) * weight` over the last dimension, in fp32 before `weight` (Zhang and Sennrich 2019).
 
-    Models differ in where they round: a weight of x's dtype multiplies after the rounding to it, one of fp32 before.
+    Models differ in where they round: a weight in x's dtype multiplies after the rounding, a weight in fp32 before it.
     """
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

@@ -41,13 +41,13 @@ from tokenmill.protocol.worker_calls import remove_consumer_call
 CLERKS: Final = "clerks"
 """The consumer group of `callbacks`."""
 THREADS: Final = 16
-"""Number of calls at the same time."""
+"""Maximum number of calls at the same time."""
 BLOCK_MS: Final = 500
 """How long one blocking read waits."""
 KEEP_S: Final = 86_400
-"""A result whose callback is put off lives at least so long beyond the next try."""
+"""Minimum time that a result lives after the next try of its callback."""
 QUIET_S: Final = 30.0
-"""A host that did not answer is not called for so long, so that it does not delay callbacks to other hosts."""
+"""Time for which a host that did not answer is not called, so that it does not delay callbacks to other hosts."""
 
 _COUNT: Final = re.compile(r"[0-9]{1,9}")
 
@@ -187,7 +187,7 @@ class Courier:
         """Read the result of a job.
 
         Raises:
-            Refused: there is none. An entry may name any id: a wrong one must end this entry, not the clerk.
+            Refused: the job has no result. Any id may be in an entry: a wrong id must end the entry, not the clerk.
         """
         if not is_name(job_id):
             raise Refused("the id is not the id of a job")

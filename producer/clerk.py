@@ -28,7 +28,7 @@ from tokenmill.cli.console import warn_of_variables
 FOREVER: Final = 2**31 - 1
 """Number of repeats of a chore."""
 LOST_AFTER: Final = timedelta(minutes=1)
-"""A chore that is `queued` for so long, and is in no queue, is lost."""
+"""Time after which a chore that is `queued`, but in no queue, counts as lost."""
 
 
 class Chore(NamedTuple):

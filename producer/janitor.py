@@ -1,4 +1,4 @@
-"""Cleans up what workers and clients leave in a queue.
+"""Removes the leftovers of workers and clients from a queue.
 
     clean_up(client, keys) -> {"consumers": …, "groups": …, "jobs": …}
 
@@ -21,7 +21,7 @@ from tokenmill.protocol.scripts import Scripts
 from tokenmill.protocol.worker_calls import remove_consumer_call
 
 IDLE_S: Final = 3600.0
-"""A consumer that was idle for so long and holds no entry is removed. Its next read would create it again."""
+"""Idle time after which a consumer that holds no entry is removed. Its next read would create it again."""
 RECONCILED: Final = 1000
 """Number of jobs whose entries are looked for in one call. Workers do the same all the time, a few jobs a second."""
 

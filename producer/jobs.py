@@ -279,7 +279,7 @@ def _clean_up(cancel: Callable[[], object]) -> None:
     try:
         cancel()
     except (RedisError, TimeoutError, batch.BatchError) as error:
-        log.warning("could not cancel the requests of an RQ job that has ended; they go on: %s", error)
+        log.warning("could not cancel the requests of an RQ job that has ended; the requests keep running: %s", error)
 
 
 def _cancel(request: str, url: str | None, queue: str | None, prefix: str | None) -> None:
@@ -340,7 +340,7 @@ def _makes_way(job: RqJob | None) -> Callable[[], bool]:
 
 
 def _note(job: RqJob, what: dict[str, Any]) -> None:
-    """Write a note into the RQ job's `meta`, where `rq` and dashboards show it. An outage of Redis is ignored."""
+    """Write `what` into the RQ job's `meta`, where `rq` and dashboards show it. An outage of Redis is ignored."""
     job.meta["tokenmill"] = what
     try:
         job.save_meta()  # type: ignore[no-untyped-call]

@@ -47,11 +47,11 @@ CONNECT_S: Final = 5.0
 LOG_EVERY_S: Final = 30.0
 """How often an outage of Redis is logged."""
 SCHEDULER_S: Final = 5.0
-"""A scheduler process that has not ended so long after its SIGTERM is killed."""
+"""Time after its SIGTERM after which a scheduler process that has not ended is killed."""
 LOCK_S: Final = 60
 """How long RQ's scheduler lock lives beyond one interval of the scheduler, which renews it in each (`rq.scheduler`)."""
 SILENT_S: Final = 10
-"""A scheduler that has not renewed its lock for so long counts as dead."""
+"""Time without a renewal of its lock after which a scheduler counts as dead."""
 SAME_SIGNAL_S: Final = 0.1
 """Two signals within this time count as one: Ctrl-C on a pool of workers reaches each worker from the terminal and
 from the pool."""
@@ -207,7 +207,7 @@ class SteadyWorker(Worker):
 
     @property
     def dequeue_timeout(self) -> int:
-        """Seconds of one blocking read of RQ's loop."""
+        """Seconds that one blocking read of RQ's loop waits."""
         return LOOK_S
 
     @property

@@ -7,7 +7,7 @@ name is resolved once, all its addresses must be public (unless the operator all
 connection goes to one of these addresses, so that a name that changes between check and use (DNS rebinding) has no
 effect. Redirects are not followed, and no proxy is used. Certificate, SNI and `Host` are those of the name.
 
-One deadline holds for the whole exchange; an answer that is incomplete by then, or that breaks off, counts as none.
+One deadline holds for the whole exchange; an answer that is incomplete by then, or breaks off, counts as no answer.
 
 The signature is that of https://www.standardwebhooks.com: HMAC-SHA256 over `<webhook-id>.<webhook-timestamp>.<body>`.
 """
@@ -94,7 +94,7 @@ class WebhookSettings:
     timeout_s: float = 15.0
     """Time limit of the whole call, from the look-up of the name to the end of the answer."""
     lease_s: float = 60.0
-    """After so long, another clerk takes over a call that a clerk has begun and not ended."""
+    """Seconds after which another clerk takes over a call that a clerk has begun and not ended."""
     dangerously_allow_http: bool = False
     dangerously_allow_private: bool = False
     allowed: AllowList = field(init=False)
@@ -185,7 +185,7 @@ def _switch(environ: Mapping[str, str], name: str) -> bool:
 
 
 def _authority(environ: Mapping[str, str], name: str) -> str | None:
-    """Return the path of a file of certificates, after reading it: so an unreadable file is reported at the start."""
+    """Return the path of a file of certificates; read it first, so that an unreadable file is reported at the start."""
     path = environ.get(name)
     if not path:
         return None
@@ -299,7 +299,7 @@ class _PinnedHttp(HTTPConnection):
 
 
 class _PinnedHttps(HTTPSConnection):
-    """The same with TLS; the certificate is checked against the host's name."""
+    """An HTTPS connection over a connected socket; the certificate is checked against the host's name."""
 
     pinned: socket.socket
     response_class = _WholeResponse

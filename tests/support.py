@@ -21,10 +21,10 @@ REDIS_SERVER = shutil.which("redis-server")
 
 
 def eventually(probe: Callable[[], T], timeout: float = 10.0, interval: float = 0.01) -> T:
-    """Call `probe` until it returns something true, and return that.
+    """Call `probe` until it returns a true value, and return this value.
 
     Raises:
-        AssertionError: it did not within `timeout` seconds.
+        AssertionError: `probe` returned no true value within `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -91,12 +91,12 @@ class RedisServer:
         return redis.Redis(port=self.port, protocol=2, socket_timeout=10)
 
     def start(self) -> None:
-        """Start it and wait until it answers."""
+        """Start the server and wait until it answers."""
         self.launch()
         eventually(self._answers, timeout=20)
 
     def launch(self) -> None:
-        """Start it without waiting."""
+        """Start the server without waiting."""
         if REDIS_SERVER is None:
             raise RuntimeError("redis-server is not installed")
         command = [REDIS_SERVER, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
@@ -110,14 +110,14 @@ class RedisServer:
         return False
 
     def stop(self) -> None:
-        """SIGTERM: it writes its file and ends."""
+        """Stop the server by SIGTERM: it writes its file and ends."""
         if self.process is not None:
             self.process.terminate()
             self.process.wait(20)
             self.process = None
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would."""
+        """Kill the server by SIGKILL, as a crash would."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()

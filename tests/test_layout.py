@@ -90,7 +90,7 @@ def test_a_module_of_tokenmill_imports_only_the_folders_that_its_own_may(name: s
     assert used <= IN_TOKENMILL[folder] | {folder}
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_no_files_import_each_other_in_a_circle() -> None:
     graph = {name: {i for i in imports(path, at_import=True) if i in modules()} for name, path in modules().items()}
     done: set[str] = set()
 

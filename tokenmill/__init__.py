@@ -6,7 +6,7 @@ Ctrl-C.
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # as typing's, which would have to be imported
+TYPE_CHECKING = False  # equals `typing.TYPE_CHECKING`, without the import of typing
 if TYPE_CHECKING:
     from typing import Any
 

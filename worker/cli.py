@@ -20,11 +20,11 @@ from worker.settings import VARIABLES, Settings, option, variable
 
 
 def settings_from(given: Mapping[str, object]) -> Settings:
-    """Make settings of what is given, by field, and of the environment; None counts as not given.
+    """Make settings from the given values (by field) and from the environment; None counts as not given.
 
     Raises:
-        ValueError: with one line for each wrong value, naming its option if it is in `given`, else its variable. A
-            line never holds the value, which may be a password.
+        ValueError: with one line for each wrong value, which names its option if the value is in `given`, else its
+            variable. A line never holds the value, which may be a password.
     """
     given = {field: value for field, value in given.items() if value is not None}
     names = {
@@ -70,7 +70,7 @@ def _help(info: FieldInfo) -> str:
 
 
 def _from_command_line(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
-    """Return a parameter's value; None if it is from the environment, which `Settings` reads by itself."""
+    """Return a parameter's value; None for a value from the environment, which `Settings` reads itself."""
     source = context.get_parameter_source(parameter.name or "")
     return None if source is not None and source.name == "ENVIRONMENT" else value
 

@@ -14,7 +14,7 @@ class Connections:
     """Makes clients, and closes all of them."""
 
     def __init__(self, settings: Settings, keys: Keys, consumer: str) -> None:
-        """`consumer`: the worker's name in the consumer groups."""
+        """Make no connection yet. `consumer`: the worker's name in the consumer groups."""
         self._settings = settings
         self._keys = keys
         self._consumer = consumer
@@ -29,7 +29,7 @@ class Connections:
         return self._keep(blocking_client(self._settings.redis, self._settings.block_ms))
 
     def scripts(self, retries: int = RETRIES) -> Scripts:
-        """Make the Lua scripts' caller over a client of its own."""
+        """Make a caller of the Lua scripts, over a client of its own."""
         settings = self._settings
         return Scripts(
             self.client(retries), self._keys, self._consumer, settings.result_ttl_seconds, settings.stream_ttl_seconds

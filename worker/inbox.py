@@ -11,7 +11,7 @@ from engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Run a request that was validated."""
+    """Add a validated request to the engine."""
 
     request: Request
     turn: float | None = None
@@ -20,14 +20,14 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End a request; the engine gives its `Finished` out."""
+    """End a request; the engine returns its `Finished`."""
 
     handle: str
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Free a request's blocks; the engine gives nothing out."""
+    """Free a request's blocks; the engine returns no `Finished` for it."""
 
     handle: str
 
@@ -43,7 +43,7 @@ Message = Add | Cancel | Drop | Do
 
 
 class Inbox:
-    """The queue of messages that the engine loop takes in before each step."""
+    """The queue of messages that the engine loop applies before each step."""
 
     def __init__(self) -> None:
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -53,13 +53,13 @@ class Inbox:
         self._messages.put(message)
 
     def wake(self) -> None:
-        """Make a sleeping loop look whether it has to end."""
+        """Wake a sleeping loop, so that it checks whether it has to end."""
         self._messages.put(None)
 
     def get(self, block: bool, timeout: float | None = None) -> Message | None:
         """Return the next message, or None from `wake`.
 
         Raises:
-            queue.Empty: there is none, or none came within `timeout` seconds.
+            queue.Empty: there is no message, or no message came within `timeout` seconds.
         """
         return self._messages.get(block, timeout)

@@ -93,7 +93,7 @@ def load(settings: Settings) -> Loaded:
     """Load the model and build the engine.
 
     Raises:
-        Fatal: with `Exit.LOAD` and the reason.
+        Fatal: the model cannot be loaded, or a package is missing; with `Exit.LOAD` and the reason.
     """
     began = time.monotonic()
     log.info(
@@ -154,7 +154,7 @@ def _backend(name: str, reason: str) -> dict[str, str | int]:
 
 
 def _memory(runner: Runner) -> dict[str, str | int]:
-    """Return the process's memory now, and its memory once KV pool and host tier are full."""
+    """Return the bytes of memory that the process takes now, and takes once KV pool and host tier are full."""
     from engine.runner import ModelRunner
 
     assert isinstance(runner, ModelRunner)  # which `build_engine` makes

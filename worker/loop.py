@@ -1,4 +1,4 @@
-"""The engine's thread: takes messages in, steps, gives outputs out. No other thread touches the engine."""
+"""The engine's thread: applies messages, runs steps, passes outputs on. No other thread touches the engine."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class EngineLoop:
     ) -> None:
         self.engine = engine
         self.stats: EngineStats = engine.stats()
-        """As of the last step."""
+        """The engine's statistics after the last step."""
         self.step_since: float | None = None
         """`time.monotonic()` at which the step under way began; None between steps."""
         self.broken: str | None = None
@@ -82,7 +82,7 @@ class EngineLoop:
         """What the last check of the idle engine found."""
 
     def wake(self) -> None:
-        """Make a sleeping loop look at `stop`."""
+        """Wake a sleeping loop, so that it checks `stop`."""
         self._inbox.wake()
 
     def defer(self, request: Request, seconds: float) -> None:
@@ -103,7 +103,7 @@ class EngineLoop:
             self._break(error)
 
     def run(self) -> None:
-        """Step while there is work, sleep while there is none; returns when `stop` is set.
+        """Step while there is work, else sleep; return when `stop` is set.
 
         Raises:
             Fatal: a step failed for every request, and for the engine's canary.
@@ -122,7 +122,7 @@ class EngineLoop:
         raise Fatal(Exit.BROKEN, self.broken) from error
 
     def turn(self, wait: bool = True) -> None:
-        """Take in all messages, then make a step if there is anything to do; otherwise sleep for one, with `wait`."""
+        """Apply all messages (with `wait`, sleep until one comes if there is no work); then step if there is work."""
         self._take_in(wait)
         self.ticked_at = time.monotonic()
         if self.engine.has_work or self._dirty:
@@ -142,7 +142,7 @@ class EngineLoop:
             self._check_idle()
 
     def _check_idle(self) -> None:
-        """Report blocks that leaked, once for each change; the worker goes on.
+        """Log leaked blocks, once for each change of their number; the worker continues.
 
         Raises:
             engine.scheduling.block_pool.IntegrityError: the engine could give wrong text, or requests could wait
@@ -150,11 +150,12 @@ class EngineLoop:
         """
         leak = self.engine.check_idle()
         if leak is not None and leak != self._leak:
-            log.error("blocks_leaked", message=leak, hint="a bug: please report it; a restart gives the memory back")
+            message = f"{leak}: a bug, please report it; a restart of the worker frees the blocks"
+            log.error("blocks_leaked", message=message)
         self._leak = leak
 
     def _take_in(self, wait: bool) -> None:
-        """Apply all messages; sleep until the next one when there is nothing to compute."""
+        """Apply all messages; with `wait`, sleep until the next message while there is nothing to compute."""
         if self._later and time.monotonic() >= self._later_at:
             later, self._later = self._later, []
             for add in later:

@@ -62,7 +62,7 @@ FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.1, 5.0
 
 
 class Worker:
-    """The parts that live as long as the process. `run` may be called once."""
+    """A worker: the parts that live as long as the process. `run` may be called once."""
 
     def __init__(self, settings: Settings, loader: Callable[[Settings], Loaded] = load) -> None:
         self.settings = settings
@@ -92,7 +92,7 @@ class Worker:
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def run(self) -> Exit:
-        """Load, serve, drain. Returns the exit status, whatever ended a thread."""
+        """Load the model, serve, drain; return the exit status, whatever ended a thread."""
         log.info("worker_starting", worker=self.name, redis=redact(self.settings.redis), queue=self.settings.queue)
         try:
             self._watch()
@@ -124,7 +124,7 @@ class Worker:
         return self._threads.any_alive
 
     def _live(self) -> Stop:
-        """Load and serve; returns the reason of the end."""
+        """Load the model and serve; return the reason of the end."""
         checked = self._startup.check()  # first: loading may take minutes
         self._threads.spawn("engine", self._engine)
         stop = self._wait_ready(checked)
@@ -282,7 +282,7 @@ class Worker:
             self._returner.excuse()
         self._returner.keep_alive()
 
-    # ── what operators see ────────────────────────────────────────────────────────────────────────────────────────
+    # ── metrics and health ────────────────────────────────────────────────────────────────────────────────────────
 
     def _watch(self) -> None:
         live = self.telemetry.live
@@ -294,7 +294,7 @@ class Worker:
 
     @property
     def _broken(self) -> str | None:
-        """Why this worker can serve no job, if its engine or its tokenizer is broken."""
+        """Return why this worker can serve no job, if its engine or its tokenizer is broken; else None."""
         parts = (self._loop, self._intake)
         return next((part.broken for part in parts if part is not None and part.broken is not None), None)
 

@@ -101,7 +101,8 @@ class _Environment(PydanticBaseSettingsSource):
 
 
 class Settings(BaseSettings):
-    """Immutable. The field `some_name` is the option `--some-name` and the environment variable `TOKENMILL_SOME_NAME`.
+    """The settings of a worker; immutable. A field `some_name` is the option `--some-name` and the environment variable
+    `TOKENMILL_SOME_NAME`.
 
     Fields that are not given are read from the environment; an empty variable counts as unset.
     """
@@ -117,7 +118,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read what is given, then the environment; no files."""
+        """Read the given values, then the environment; no files."""
         return init_settings, _Environment(settings_cls)
 
     # What to serve
@@ -127,7 +128,7 @@ class Settings(BaseSettings):
     )
     served_model_name: Names = Field(
         default=(),
-        description="Names that a job's `model` may have, comma-separated; results carry the first one. "
+        description="Names that a job's `model` may have, comma-separated; results carry the first name. "
         "Default: the model's own name.",
     )
     device: Device = Field(default=MODEL_DEFAULTS.device, description="Device that runs the model.")
@@ -165,26 +166,26 @@ class Settings(BaseSettings):
         default=None, ge=1, description="Maximum length of prompt plus output, in tokens. Default: the model's limit."
     )
     max_output_tokens: int | None = Field(
-        default=None, ge=1, description="Maximum number of output tokens of a job. Default: what the context leaves."
+        default=None, ge=1, description="Maximum number of output tokens of a job. Default: the rest of the context."
     )
     kv_cache_memory: Size | None = Field(
         default=None,
         ge=1,
         description="Memory of the KV pool, such as 2GiB. Default: 384 tokens for each of --max-num-seqs, or one "
-        "sequence of full length, at most a quarter of the available memory; on a GPU 80 % of what the model leaves "
-        "free.",
+        "sequence of full length, at most a quarter of the available memory; on a GPU 80 % of the memory that the "
+        "model leaves free.",
     )
     num_kv_blocks: int | None = Field(
         default=None, ge=1, description="Number of blocks in the KV pool, instead of --kv-cache-memory."
     )
     block_size: int | None = Field(
-        default=None, ge=1, description="Tokens in a KV block. Default: 16; 256 with flash attention, which needs that."
+        default=None, ge=1, description="Tokens in a KV block. Default: 16; 256 with flash attention (required there)."
     )
     swap_space: Size | None = Field(
         default=None,
         ge=0,
-        description="Host memory for preempted sequences and evicted prefixes; 0: they are computed again. "
-        "Default: a quarter of the KV pool, or with --swap-file all of it, at most 1GiB.",
+        description="Host memory for preempted sequences and evicted prefixes; 0: these are computed again. "
+        "Default: a quarter of the KV pool's size, with --swap-file the whole size, at most 1GiB.",
     )
     swap_file: str | None = Field(
         default=None,
@@ -194,12 +195,12 @@ class Settings(BaseSettings):
     max_overtakes: int = Field(
         default=DEFAULTS.max_overtakes,
         ge=0,
-        description="How often smaller jobs may overtake a job for which there is no room.",
+        description="How often smaller jobs may overtake a job that does not fit into the KV pool yet.",
     )
     aging_seconds: float = Field(
         default=DEFAULTS.aging_seconds,
         ge=0,
-        description="How long new jobs of the next higher lane may go before a waiting job.",
+        description="How long new jobs of the next higher lane are served before a waiting job.",
     )
     enable_prefix_caching: bool = Field(
         default=DEFAULTS.prefix_caching, description="Share the KV blocks of equal prompt prefixes."
@@ -208,7 +209,7 @@ class Settings(BaseSettings):
     # The queue
     redis: Annotated[str, AfterValidator(check_url)] = Field(default=DEFAULT_URL, description="URL of Redis or Valkey.")
     queue: str = Field(default=_KEYS.queue, pattern=_NAME, description="Name of the queue.")
-    prefix: str = Field(default=_KEYS.prefix, pattern=_NAME, description="First part of every key.")
+    prefix: str = Field(default=_KEYS.prefix, pattern=_NAME, description="Prefix of every Redis key.")
     worker_name: str = Field(
         default_factory=lambda: re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:64] or "worker",
         pattern=_NAME,
@@ -218,14 +219,14 @@ class Settings(BaseSettings):
         default=64, ge=1, description="Maximum number of jobs that are read from the queue ahead of their start."
     )
     max_body_bytes: Size = Field(
-        default=MAX_BODY_BYTES, ge=1, description="Maximum size of a job's body; a larger one is refused."
+        default=MAX_BODY_BYTES, ge=1, description="Maximum size of a job's body; a larger body is refused."
     )
     callback_hosts: Names = Field(
         default=(),
         description="Hosts that a job's `callback` may name, comma-separated: a host for https, or a whole origin "
         "such as http://collector.internal:8080. Default: none.",
     )
-    max_attempts: int = Field(default=3, ge=1, description="Starts of a job before it is given up.")
+    max_attempts: int = Field(default=3, ge=1, description="Number of starts after which a job is given up.")
     burst: bool = Field(default=False, description="Exit when the queue is empty.")
 
     # Times
@@ -253,7 +254,7 @@ class Settings(BaseSettings):
         "Default: half a lease.",
     )
     drain_seconds: float = Field(
-        default=25, ge=0, description="How long running jobs may go on after SIGTERM before they are handed back."
+        default=25, ge=0, description="How long jobs may keep running after SIGTERM before they are handed back."
     )
     stall_seconds: float = Field(
         default=120,
@@ -266,8 +267,8 @@ class Settings(BaseSettings):
     http_host: str = Field(
         default="127.0.0.1",
         min_length=1,
-        description="Address that --http-port listens on; 0.0.0.0 or :: for all. Everybody who reaches it can read the "
-        "metrics.",
+        description="Address that --http-port listens on; 0.0.0.0 or :: for all. Every host that reaches it can read "
+        "the metrics.",
     )
     http_port: int | None = Field(
         default=None,
@@ -312,7 +313,7 @@ class Settings(BaseSettings):
         return {name: getattr(self, name) for name in PUBLISHED}
 
     def model_options(self) -> ModelOptions:
-        """Return the part of the settings that says what to load."""
+        """Return the settings of the model: which model, on which device, in which precision."""
         return ModelOptions(
             model=self.model,
             device=self.device,

@@ -22,13 +22,13 @@ from worker.queue.returner import Returner
 log = structlog.get_logger()
 
 ENDS_SECONDS = 2.0
-"""How long a worker that ends because of a fault waits until the results of jobs that are over are written."""
+"""How long a worker that ends because of a fault waits until the results of jobs that have ended are written."""
 POLL_SECONDS = 0.02
-"""Between two looks at the jobs that are still held."""
+"""Interval at which the number of held jobs is checked."""
 
 
 class Shutdown:
-    """Called on the main thread. `loop`, `gate` and `keeper` are None if the worker did not get that far."""
+    """Ends a worker, on the main thread. `loop`, `gate` and `keeper` are None if the worker never started them."""
 
     def __init__(
         self,
@@ -53,9 +53,10 @@ class Shutdown:
         self._keeper = keeper
 
     def run(self, status: Exit, drain_seconds: float) -> Exit:
-        """End the worker; running jobs may finish for `drain_seconds` if `status` is OK.
+        """End the worker; if `status` is OK, running jobs have `drain_seconds` to finish.
 
-        Returns the exit status: that of a thread that died during the drain, else `status`.
+        Returns:
+            The exit status: that of a thread that died during the drain, else `status`.
         """
         drain = status is Exit.OK
         self._stops.intake.set()
@@ -88,7 +89,7 @@ class Shutdown:
         return status
 
     def _drain(self, seconds: float) -> Exit:
-        """Wait until no job is held, time is up, a second signal comes, or a thread dies: then return its status."""
+        """Wait until no job is held, the time is over, a second signal comes, or a thread dies; return the status."""
         deadline = time.monotonic() + seconds
         while len(self._held) and time.monotonic() < deadline:
             note = self._mailbox.get(timeout=POLL_SECONDS)
@@ -103,7 +104,7 @@ class Shutdown:
         return Exit.OK
 
     def _blamed(self, status: Exit) -> Callable[[Job], bool]:
-        """Return which jobs may have caused this end: those of the step in which the engine died or hangs."""
+        """Return which jobs may have caused this end: the jobs of the step in which the engine died or hangs."""
         loop = self._loop
         if loop is None or loop.step_since is None or not (loop.died or status is Exit.STALLED):
             return lambda job: False
@@ -111,7 +112,7 @@ class Shutdown:
         return lambda job: job.phase is Phase.STARTED and (job.handle in computing or not computing)
 
     def _await_ends(self) -> None:
-        """Give the publisher a moment to write the results of jobs that are over."""
+        """Give the publisher a moment to write the results of jobs that have ended."""
         deadline = time.monotonic() + ENDS_SECONDS
         while len(self._held) and time.monotonic() < deadline:
             self._mailbox.get(timeout=POLL_SECONDS)

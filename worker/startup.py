@@ -26,7 +26,7 @@ class Startup:
     """Both steps return False if Redis cannot be reached now, and raise `Fatal` if another try would not help."""
 
     def __init__(self, settings: Settings, scripts: Scripts) -> None:
-        """`scripts`: over a client that does not retry."""
+        """Make no call yet. `scripts`: over a client that does not retry."""
         self._settings = settings
         self._scripts = scripts
 
@@ -38,7 +38,7 @@ class Startup:
         return self._ask(self._check)
 
     def join(self, keeper: Keeper) -> bool:
-        """Check again, set the queue's lease if it has none, publish the settings, and write `worker:<name>`."""
+        """Check the queue again, set its lease if it has none, publish the settings, and write `worker:<name>`."""
 
         def join() -> None:
             self._scripts.client.hsetnx(self._scripts.keys.meta, "lease_ms", str(self._settings.lease_ms))

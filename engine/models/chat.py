@@ -42,12 +42,12 @@ def _reserved() -> frozenset[str]:
 class Tokenizer:
     """A model's tokenizer.
 
-    Special tokens that a text spells out are read as such in raw prompts. In a conversation only those of the template
-    are: what the messages, tools and variables spell out is text, see `ControlText`.
+    The text of a special token, such as `<|im_end|>`, becomes that token in a raw prompt. In a conversation this holds
+    only for the template's own text; in messages, tools and variables the same characters stay text, see `ControlText`.
 
     Args:
         hf: a transformers tokenizer over the `tokenizers` library.
-        vocab_size: rows of the model's embedding, where they may be fewer than the tokenizer's ids.
+        vocab_size: number of rows of the model's embedding, which may be lower than the number of the tokenizer's ids.
     """
 
     def __init__(self, hf: Any, vocab_size: int | None = None) -> None:
@@ -79,7 +79,7 @@ class Tokenizer:
         return bool(self._hf.chat_template)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a raw prompt, with the special tokens that the tokenizer adds; never two BOS."""
+        """Return the ids of a raw prompt, with the special tokens that the tokenizer adds; BOS at most once."""
         ids: list[int] = self._backend.encode(text).ids
         if len(ids) > 1 and ids[0] == ids[1] == self._bos:
             return ids[1:]
@@ -192,11 +192,11 @@ class Tokenizer:
         return self._roles[source]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids` after other text. Ids that the tokenizer does not know have no text."""
+        """Return the text of `ids` as a continuation of other text. Ids unknown to the tokenizer have no text."""
         return b"".join(self.token_bytes(i, skip_special_tokens) for i in ids).decode(errors="replace")
 
     def token_bytes(self, token: int, skip_special: bool = False) -> bytes:
-        """Return the bytes of an id, which may be a part of a character; none for an unknown id.
+        """Return the bytes of an id, which may be a part of a character; empty for an unknown id.
 
         Text is made of these bytes, log-probabilities report them, and grammars are matched against them.
         """

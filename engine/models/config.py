@@ -30,7 +30,7 @@ class ExpertsConfig:
     per_row: int
     """Number of experts that compute each token."""
     intermediate_size: int
-    """Of each expert."""
+    """Inner size of each expert's feed-forward."""
     normalise: bool
     """Whether the weights of a token's experts sum to 1."""
     layers: frozenset[int]

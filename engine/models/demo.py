@@ -1,4 +1,4 @@
-"""The demo model: the one name that is neither a file nor a hub name. No torch here."""
+"""The demo model, whose name is neither a file nor a hub name. This module does not import torch."""
 
 from __future__ import annotations
 

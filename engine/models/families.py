@@ -247,7 +247,7 @@ _GEMMA = {
     "attention_bias",
     "attn_logit_softcapping",
     "final_logit_softcapping",
-    "hidden_act",  # `hidden_activation` is what counts
+    "hidden_act",  # transformers uses `hidden_activation`
     "layer_types",
     "query_pre_attn_scalar",
     "sliding_window",

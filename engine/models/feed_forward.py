@@ -32,8 +32,8 @@ class FeedForward:
 class Experts:
     """A mixture of experts (Shazeer et al. 2017): each row is computed by the experts that the router scores highest.
 
-    A row's bits depend on the row alone: an expert is a product that does not care how many rows it gets, and a row's
-    results add up in the order of its experts.
+    A row's bits depend on the row alone: the products of an expert give a row the same bits for any number of rows, and
+    a row's results are added in the order of its experts.
     """
 
     router: Linear

@@ -138,7 +138,7 @@ class GgufFile:
         return list(self._metadata)
 
     def hyper(self, key: str, default: Any = None) -> Any:
-        """Return a number of the architecture. A list with one value for each layer counts if all values are equal.
+        """Return a number of the architecture. If the file has a list with a value for each layer, all must be equal.
 
         Raises:
             LoadError: the key is missing and has no default, or its value is not a number.

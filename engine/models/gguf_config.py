@@ -70,7 +70,7 @@ _NEUTRAL: dict[str, Any] = {
 class GgufConfig:
     """The Hugging Face config of a file, as plain attributes.
 
-    It does not import transformers, which takes as long as loading a small model; `pretrained` returns its class.
+    transformers is not imported, since that takes as long as loading a small model; `pretrained` imports it.
     """
 
     def __init__(self, model_type: str, values: Values) -> None:
@@ -192,7 +192,7 @@ def _check_metadata(file: GgufFile, architecture: Architecture, head_dim: int) -
 
 @dataclass(frozen=True)
 class Architecture:
-    """What files of one architecture may say, and how they differ from others."""
+    """The metadata that files of one architecture may have, and their translation to a Hugging Face config."""
 
     read: Callable[[GgufFile, Values], tuple[str, Values]]
     """Returns the model type and all values of the config, from the values that all architectures have in common."""
@@ -209,7 +209,7 @@ class Architecture:
     norms_less: float = 0.0
     """Number to subtract from the norms of the file to get those of a checkpoint."""
     control_takes_space: bool = False
-    """Whether control tokens take the white space after them, which the format cannot say (SentencePiece only)."""
+    """Whether control tokens absorb white space after them (SentencePiece only); the format has no key for this."""
 
 
 def _as(model_type: str, **more: Any) -> Callable[[GgufFile, Values], tuple[str, Values]]:
@@ -311,8 +311,8 @@ def _gemma(file: GgufFile, values: Values, pattern: int, largest: int) -> Values
 
     Args:
         file: the file.
-        values: those of all architectures.
-        pattern: every `pattern`-th layer has no window, if the file does not say.
+        values: the values that all architectures have in common.
+        pattern: every `pattern`-th layer has no window, unless the file says otherwise.
         largest: number of layers of the 27B model, which alone scales by hidden / heads; the format has no key for it.
     """
     layers: int = values["num_hidden_layers"]

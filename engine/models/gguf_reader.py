@@ -66,9 +66,7 @@ def gguf_parts(path: Path) -> list[Path]:
     parts = [path.with_name(f"{stem}-{number:05d}{found[2]}") for number in range(1, total + 1)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing or path not in parts:
-        raise LoadError(
-            f"{path} is one of {total} parts; missing: {', '.join(missing) or 'the others of this numbering'}"
-        )
+        raise LoadError(f"{path} is one of {total} parts; missing: {', '.join(missing) or 'the other parts'}")
     return parts
 
 
@@ -81,7 +79,8 @@ def read_gguf(path: Path) -> GgufContents:
     """Read a model's metadata and find its tensors; any part of a split file may be named.
 
     Raises:
-        LoadError: a part is missing, is no GGUF, is cut off, or does not belong to the others; the message names it.
+        LoadError: a part is missing, is no GGUF, is cut off, or does not belong to the other parts; the message names
+            the part.
     """
     parts = [_read_part(part) for part in gguf_parts(path)]
     names = gguf_parts(path)

@@ -1,7 +1,7 @@
-"""The tokenizer in a GGUF file, built as the model's publisher has it.
+"""Builds the tokenizer of a GGUF file so that it gives the same ids as the publisher's tokenizer.
 
 A file holds tokens, their types, merges or scores, and a name for how text is cut into words (`tokenizer.ggml.pre`).
-What has no key is llama.cpp's default for that name (`llama-vocab.cpp`), and what an unknown name means is not guessed.
+Properties without a key are llama.cpp's defaults for that name (`llama-vocab.cpp`); an unknown name is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ENDS = frozenset(
     | {"<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<end_of_utterance>"}
     | {"<EOT>", "_<EOT>", "[EOT]", "[EOS]"}
 )
-"""Tokens that end a text or a turn, by their text, since many files have a key for only one of them."""
+"""Texts of the tokens that end a text or a turn; many files have a key for only one of these tokens."""
 
 _NAMED = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")
 """Names in the keys `tokenizer.ggml.<name>_token_id`, as the format spells them."""
@@ -179,7 +179,8 @@ class Vocabulary:
         self._named_ids = {i for name in _NAMED if (i := self.named(name)) is not None}
 
     def _text(self, i: int, token: str) -> str:
-        """Return the text of a token. A user-defined token has spaces: it is matched before spaces are replaced."""
+        """Return the text of a token. In a user-defined token each `▁` becomes a space, since such tokens are matched
+        before the spaces of a text are replaced by `▁`."""
         return token.replace(_SPACE, " ") if self.is_sentencepiece and self._type(i) == _USER_DEFINED else token
 
     def _type(self, i: int) -> int:
@@ -204,7 +205,7 @@ class Vocabulary:
         return by_text | {i for i in named if i is not None}
 
     def build(self, bos: int | None, eos: int | None) -> Tokenizer:
-        """Return the tokenizer; it adds `bos` and `eos` to a text if the file, or else its kind, says so."""
+        """Return the tokenizer; whether it adds `bos` and `eos` to a text is set by the file, else by its kind."""
         tokenizer = self._sentencepiece() if self.is_sentencepiece else self._byte_level()
         tokenizer.add_special_tokens([self._added(i) for i in range(len(self.tokens)) if self.is_special(i)])
         users = (i for i in range(len(self.tokens)) if self._type(i) == _USER_DEFINED and not self.is_special(i))

@@ -63,7 +63,7 @@ class LoadedModel:
     """Numbers of layers and KV heads, and head size."""
     make: Callable[[AttentionBackend], Model]
     bucket: Callable[[int], int] = bucket
-    """Rounds a number of rows up to one that the model computes fast."""
+    """Rounds a number of rows up to a number that the model computes fast."""
 
     def cache_spec(self, block_size: int) -> CacheSpec:
         """Return the spec of the model's KV cache, with blocks of `block_size` tokens."""
@@ -230,7 +230,7 @@ def _load_transformers(
 
 
 def _neither(reason: str) -> str:
-    """Add to a message why the fused decoder was not taken, unless it was not wanted."""
+    """Return the end of a message: why the fused decoder was not used; empty if the operator chose transformers."""
     return "" if reason == ASKED_FOR else f" (the fused decoder can't run it either: {reason})"
 
 

@@ -1,7 +1,7 @@
 """The bytes of each id of a tokenizer: one table for text, log-probabilities and grammars.
 
-A tokenizer's own decoder takes a space off the beginning of what it is given (SentencePiece models), because it expects
-a whole text. Output continues a prompt, so each id is spelled here as it stands behind other text: `▁the` is ` the`.
+A SentencePiece tokenizer's own decoder removes a leading space, because it expects a whole text. Output continues a
+prompt, so here each id has its text behind other text: `▁the` is ` the`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Pieces:
 
     Args:
         backend: a `tokenizers.Tokenizer`.
-        size: ids from here on have no bytes.
+        size: number of ids; higher ids have no bytes.
     """
 
     def __init__(self, backend: Any, size: int) -> None:
@@ -35,7 +35,7 @@ class Pieces:
         self._known: dict[int, bytes] = {}
 
     def bytes_of(self, token: int, skip_special: bool = False) -> bytes:
-        """Return the bytes of an id, which may be a part of a character; none for an unknown id."""
+        """Return the bytes of an id, which may be a part of a character; empty for an unknown id."""
         if not 0 <= token < self._size or (skip_special and token in self._special):
             return b""
         found = self._known.get(token)

@@ -37,7 +37,7 @@ class Roles:
         self._verdicts: dict[str, bool | None] = {}
 
     def problem(self, messages: Sequence[Message]) -> str | None:
-        """Return what is wrong with the role of a message, beginning with the key; None: nothing is."""
+        """Return a message that begins with the key of the first unknown role; None: the template knows all roles."""
         for i, message in enumerate(messages):
             role = message.get("role")
             if not isinstance(role, str):

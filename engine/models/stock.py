@@ -99,7 +99,7 @@ def _divide_frequencies(model: torch.nn.Module, divisors: Tensor, file: GgufFile
 
 
 def _check_quantisation(config: PretrainedConfig) -> None:
-    """Raise for a quantisation that transformers does not know: it only warns, and loads the weights as if plain."""
+    """Raise `LoadError` for a quantisation that transformers does not know: it only warns, and loads wrong weights."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     for key in ("quantization_config", "compression_config"):
@@ -109,7 +109,7 @@ def _check_quantisation(config: PretrainedConfig) -> None:
         values: dict[str, Any] = stated if isinstance(stated, dict) else vars(stated)
         method = values.get("quant_method")
         name = str(getattr(method, "value", method))
-        if name == "bitsandbytes":  # which the table has by the number of bits
+        if name == "bitsandbytes":  # the table lists bitsandbytes by the number of bits
             name += "_4bit" if values.get("load_in_4bit") else "_8bit" if values.get("load_in_8bit") else ""
         if key != "quantization_config" or name not in AUTO_QUANTIZATION_CONFIG_MAPPING:
             raise LoadError(f"{key} in config.json: quant_method {method!r} is not known")

@@ -91,7 +91,7 @@ def safetensors_files(directory: Path) -> dict[str, Path]:
     """Return the file of each tensor in a directory: `model.safetensors`, else the shards, as transformers does.
 
     Raises:
-        LoadError: there are none, a shard is missing, or a file is broken; the message names it.
+        LoadError: there is no such file, a shard is missing, or a file is broken; the message names the file.
     """
     single, index = directory / "model.safetensors", directory / SAFETENSORS_INDEX
     if single.exists():
@@ -177,7 +177,7 @@ def _open(path: Path) -> safe_open:
 
 
 def quantised(name: str, kind: str) -> LoadError:
-    """Make the error of a tensor stored as integers."""
+    """Return the error for a tensor that is stored as integers."""
     return LoadError(f"tensor {name!r} is stored as {kind}, a quantisation that is not read here")
 
 
@@ -215,7 +215,7 @@ class ParameterStore:
         """Return a tensor in the model's dtype or in `dtype`.
 
         Raises:
-            LoadError: it is missing or has another shape.
+            LoadError: the tensor is missing or has another shape.
         """
         if name not in self._names:
             raise LoadError(f"the checkpoint has no tensor {name!r}")

@@ -1,7 +1,7 @@
 """Patterns of the JSON schema `format`s that structured output supports.
 
-Each pattern matches valid values only. Some leave out spellings that are valid too but that no reader wants to see:
-lower-case `t` and `z` in times, leap seconds at an offset, quoted local parts of addresses, `xn--` labels.
+Each pattern matches valid values only. Some leave out unusual spellings that are valid, too: lower-case `t` and `z` in
+times, leap seconds at an offset, quoted local parts of addresses, `xn--` labels.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _FAILED = 4
 """Exit statuses of a child: a grammar took too much memory; llguidance raised."""
 _STACK_BYTES = 1 << 20
 _EXTRA_BYTES = 1 << 30
-"""Address space that the child may add to that at its start."""
+"""Bytes by which the child's address space may grow after its start."""
 
 LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 """Limits of llguidance, in the child and in the worker; a lexer state takes one or two kilobytes."""
@@ -60,7 +60,7 @@ class _Killed(Exception):
 
 
 class Guard:
-    """Starts and restarts the child and asks it. Any thread may call `problem`; it tries one grammar at a time."""
+    """Starts and restarts the child, and sends it grammars, one at a time. Any thread may call `problem`."""
 
     def __init__(self, tokenizer_json: str, n_vocab: int, eos_token_ids: list[int], seconds: float = SECONDS) -> None:
         """Prepare the child, which starts with the first grammar.
@@ -78,7 +78,7 @@ class Guard:
         self._pipe: Connection | None = None
 
     def problem(self, source: str) -> str | None:
-        """Try a grammar in the child; return what is wrong with it, or None if the worker can compile it.
+        """Compile a grammar in the child; return what is wrong with the grammar, None if it compiles.
 
         Raises:
             GuardFailed: the child cannot be started, or was killed by another process, `TRIES` times; retryable.
@@ -92,10 +92,10 @@ class Guard:
             raise GuardFailed("the process that checks grammars was killed, or got no CPU time")
 
     def _try(self, source: str) -> str | None:
-        """Ask the child once.
+        """Send a grammar to the child once, and return the child's answer.
 
         Raises:
-            _Killed: it did not answer, and how it ended says nothing about the grammar.
+            _Killed: the child did not answer, and its end says nothing about the grammar.
         """
         pipe = self._pipe or self._start()
         try:
@@ -108,10 +108,10 @@ class Guard:
         raise _Killed
 
     def _verdict_of_end(self) -> str:
-        """Return what is wrong with the grammar, from how the child ended.
+        """Return what is wrong with the grammar, judged by the exit status of the child.
 
         Raises:
-            _Killed: how it ended says nothing about the grammar.
+            _Killed: the exit status says nothing about the grammar.
         """
         child = self._child
         if child is None:
@@ -122,13 +122,13 @@ class Guard:
             raise _Killed from None
         self._stop()
         if status == -signal.SIGPROF:
-            return f"it takes more than {self._seconds:g} s to compile"
+            return f"the grammar takes more than {self._seconds:g} s to compile"
         if status == _TOO_LARGE:
-            return f"it takes more than {MEGABYTES} MiB to compile"
+            return f"the grammar takes more than {MEGABYTES} MiB to compile"
         if status == _FAILED:
-            return "its compiler fails"
+            return "the grammar makes its compiler fail"
         if status in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS):
-            return "it is nested too deeply, or takes too much memory to compile"
+            return "the grammar is nested too deeply, or takes too much memory to compile"
         raise _Killed
 
     def close(self) -> None:

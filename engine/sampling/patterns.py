@@ -26,7 +26,7 @@ _ESCAPE = re.compile(
     re.DOTALL,
 )
 _REPEAT = re.compile(r"(?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})\??")
-"""How often the item before may come, as often as possible or (`?`) as seldom as possible."""
+"""A quantifier: the number of repeats of the item before it, as many as possible or (`?`) as few as possible."""
 _CLASS_SYNTAX = frozenset("[]&~^-\\")
 """Characters that may have a meaning inside a class in the syntax of Rust."""
 
@@ -174,4 +174,4 @@ def _group(pattern: str, at: int) -> tuple[str, int]:
         return "(?:", match.end()
     if re.match(r"\(\?<?[=!]", pattern[at:]):
         raise PatternError(f"look-around ({pattern[at : at + 4]}…) is not supported")
-    raise PatternError(f"{pattern[at : at + 4]}… is not a group that is supported; of the flags only i is")
+    raise PatternError(f"{pattern[at : at + 4]}… begins a group that is not supported; the only supported flag is i")

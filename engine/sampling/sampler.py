@@ -184,7 +184,7 @@ class _Columns:
     """Parameters, as tensors, of the D rows with a temperature above 0; made again when the rows change."""
 
     drawn: Tensor
-    """int64 [D]: their indices in the batch."""
+    """int64 [D]: indices of the D rows in the batch."""
     drawn_rows: tuple[int, ...]
     temperature: Tensor
     """fp32 [D, 1]."""

@@ -33,9 +33,9 @@ LEAST_STEP = 1e-9
 MAX_STEPPED = 2**20
 """Largest integer to which `LEAST_STEP` can be added without losing digits."""
 MAX_SPELT_OUT = 256 * 1024
-"""Characters of the schemas that a list of names is written out with."""
+"""Maximum number of characters of the schemas into which a list of names is expanded."""
 MAX_COUNT = 2**31 - 1
-"""Largest length or number of items or properties that is counted; texts are far shorter."""
+"""Maximum of a length, or of a number of items or properties, in a schema; texts are far shorter."""
 _DRAFT = re.compile(r"https?://json-schema\.org/(draft-0[4-7]|draft/20(19-09|20-12))/schema#?")
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
 """Characters that a JSON string can only contain as `\\uXXXX`. Such escapes are never generated, since the name of a
@@ -53,7 +53,7 @@ def prepare(schema: Any) -> dict[str, Any]:
     if not isinstance(schema, dict | bool):
         raise GrammarError("a JSON schema is an object, true or false")
     if schema is False:
-        raise GrammarError("nothing is valid under the schema false")
+        raise GrammarError("no value is valid under the schema false")
     walk = _Walk(schema)
     prepared = walk.schema(schema, ())
     walk.check_references()
@@ -121,7 +121,7 @@ class _Walk:
         """Check `propertyNames`; return the names that it lists, in order; None if it allows every name.
 
         Raises:
-            GrammarError: it is anything but `type: string` or a list of names in a schema without other names.
+            GrammarError: `names` is anything but `type: string` or a list of names in a schema without other names.
         """
         self.schema(names, at)
         for _ in range(MAX_REFERENCES):
@@ -160,7 +160,7 @@ class _Walk:
         """Raise `GrammarError` for a `$ref` that does not point to a subschema."""
         for at, reference, target in self._references:
             if target not in self._places:
-                raise _wrong(at, f"{reference} is not a place of a schema in this schema")
+                raise _wrong(at, f"{reference} does not point to a subschema of this schema")
 
     def _check_identity(self, schema: dict[str, Any], at: Path) -> None:
         if at:
@@ -192,7 +192,7 @@ class _Walk:
         for pattern, one in value.items():
             key = self.pattern(pattern, at)
             if key in out:
-                raise _wrong(at, f"{pattern} stands twice")
+                raise _wrong(at, f"{pattern} is equal to another pattern")
             out[key] = self.schema(one, (*at, pattern))
         return out
 

@@ -75,7 +75,7 @@ class Grammar:
     """A compiled grammar.
 
     Raises:
-        GrammarError: it cannot be compiled, or no text matches it.
+        GrammarError: the grammar cannot be compiled, or no text matches it.
     """
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, source: str) -> None:
@@ -162,10 +162,10 @@ class GrammarCompiler:
         return known.outcome
 
     def check(self) -> None:
-        """Try a small fixed grammar in the other process.
+        """Compile a small fixed grammar in the child process.
 
         Raises:
-            GrammarUndecided: that process fails even for this grammar, so no other grammar is to blame.
+            GrammarUndecided: the child fails even for this grammar, so no grammar of a request is to blame.
         """
         self._compile("choice", ["a"])
 
@@ -219,9 +219,9 @@ def explain(problem: str) -> str:
     """Shorten a message of llguidance to one line: its first line, and the line with the reason, if any."""
     lines = problem.strip().splitlines() or ["not a valid grammar"]
     if lines[0].startswith("NoExtension"):
-        return "no text matches it"
+        return "no text matches the grammar"
     if "coerce_one_of" in lines[0]:
-        return "oneOf is supported only where its schemas exclude one another by type or constant: write anyOf"
+        return "oneOf is supported only where its schemas exclude each other by type or constant: write anyOf"
     first = lines[0] if len(lines[0]) <= _LINE else lines[0][:_LINE] + "…"
     reason = next((line for line in lines[1:] if line.startswith("error: ")), "")
     return f"{first} {reason[:_LINE]}".strip()

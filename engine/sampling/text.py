@@ -30,8 +30,8 @@ class Detokenizer:
 class TextStream:
     """The text of one choice: decodes ids, finds stop strings, and releases the text that can be sent.
 
-    A stop string is found when its last character arrives, wherever tokens begin and end; of two that end at the same
-    character, the longer one counts. Text is withheld only while it is the beginning of a stop string.
+    A stop string is found when its last character arrives, wherever tokens begin and end; of two stop strings that end
+    at the same character, the longer one counts. Text is withheld only while it may be the beginning of a stop string.
     """
 
     def __init__(self, token_bytes: TokenBytes, stops: Sequence[str] = (), skip_special_tokens: bool = True) -> None:

@@ -1,1 +1,1 @@
-"""Which sequence computes how many tokens in a step, and the KV blocks that it needs."""
+"""Decides how many tokens each sequence computes in a step, and manages the KV blocks for them."""

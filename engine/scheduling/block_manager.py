@@ -1,4 +1,4 @@
-"""Which blocks hold the tokens of each sequence, on the device and in the host tier.
+"""Keeps track of the blocks that hold the tokens of each sequence, on the device and in the host tier.
 
     block table of a sequence   [ 7 | 3 | 9 ]     device block ids, in the order of its tokens
                                   │   │   └ partial: never hashed; forks share it until one of them writes to it
@@ -87,7 +87,7 @@ class BlockManager:
     # ── finding computed blocks ───────────────────────────────────────────────────────────────────────────────────
 
     def match(self, seq: Sequence) -> list[Hit]:
-        """Find the longest computed prefix of a waiting sequence, in either tier; one token at least is left out."""
+        """Find the longest computed prefix of a waiting sequence in both tiers; the last token is left out."""
         hits: list[Hit] = []
         if self.prefix_caching and not seq.wants_prompt_logprobs:
             for i in range((seq.num_tokens - 1) // self.block_size):
@@ -116,7 +116,7 @@ class BlockManager:
     def room_for(self, num_tokens: int, hits: list[Hit]) -> int:
         """Return how many blocks stay free if a sequence with these hits gets blocks for `num_tokens` tokens.
 
-        A negative number means that as many blocks are missing.
+        A negative number is the number of blocks that are missing.
         """
         found = [hit.block for hit in hits if hit.block is not None]
         unused = sum(1 for block in found if not self.device.refs[block])

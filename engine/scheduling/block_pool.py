@@ -99,7 +99,7 @@ class BlockPool:
         The hashes of `_SAMPLE` blocks are checked, those after the blocks that the last call checked.
 
         Returns:
-            What leaked; None if nothing did.
+            A message with the number of leaked blocks; None if no block leaked.
 
         Raises:
             IntegrityError: a block is findable under a hash that is not its own, so a prefix hit would give wrong text.

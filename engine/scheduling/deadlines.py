@@ -9,7 +9,7 @@ from engine.sequence import RequestState
 
 
 class Deadlines:
-    """A heap of requests by deadline. The entry of an ended request stays until its deadline, or until `clear`."""
+    """A heap of requests by deadline. The item of an ended request stays until its deadline, or until `clear`."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, str]] = []
@@ -25,7 +25,7 @@ class Deadlines:
 
         Args:
             now: seconds on the clock of `Request.deadline`.
-            live: requests by id. An entry with another arrival number belongs to an earlier request of the same id.
+            live: requests by id. An item with another arrival number belongs to an earlier request of the same id.
         """
         while self._heap and self._heap[0][0] <= now:
             _, arrival, request_id = heapq.heappop(self._heap)
@@ -33,5 +33,5 @@ class Deadlines:
                 yield request_id
 
     def clear(self) -> None:
-        """Remove all entries; call it when no request is live."""
+        """Remove all items; call it when no request is live."""
         self._heap.clear()

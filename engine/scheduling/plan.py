@@ -1,4 +1,4 @@
-"""What one step does: a `Plan`, which the scheduler makes, the runner executes, and `commit` or `abandon` ends."""
+"""The work of one step: a `Plan`, which the scheduler makes, the runner executes, and `commit` or `abandon` ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decisions of the scheduler, as functions: which sequence is preempted and how, and whether another one fits."""
+"""The scheduler's decisions, as functions: which sequence to preempt and how, and whether a sequence fits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 def victim(running: Seq[Sequence], device: BlockPool) -> Sequence:
-    """Return the sequence to preempt: of the lowest lane, the one that loses the fewest computed tokens for each block
-    that its preemption frees.
+    """Return the sequence to preempt: the sequence of the lowest lane that loses the fewest computed tokens for each
+    block that its preemption frees.
 
     Args:
-        running: candidates in the order of `Sequence.rank`, at least one; the last of several equals is returned.
+        running: candidates in the order of `Sequence.rank`, at least one; among equals, the last candidate is returned.
         device: the pool that holds their blocks.
     """
 
@@ -67,7 +67,7 @@ class OutputLengths:
     _ENOUGH = 16
     """Minimum number of finished outputs; with fewer, each output is expected to reach `max_tokens`."""
     _QUANTILE = 0.5
-    """Optimistic: a wrong prediction costs a preemption, a cautious one leaves blocks unused."""
+    """Optimistic: a prediction that is too short costs a preemption; if it is too long, blocks stay unused."""
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque(maxlen=self._WINDOW)

@@ -184,10 +184,10 @@ class Scheduler:
     # ── admission ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _admit(self, draft: Draft) -> None:
-        """Move SWAPPED and WAITING sequences to RUNNING while sequences, tokens and blocks last.
+        """Move SWAPPED and WAITING sequences to RUNNING within the limits of sequences, tokens and blocks.
 
-        Swapped sequences come first, except after waiting ones of a higher lane. Other sequences may overtake one for
-        which there is no room, up to `max_overtakes` times. A sequence may preempt those of lower lanes.
+        A swapped sequence comes before waiting ones, except those of a higher lane. A sequence for which there is no
+        room may be overtaken `max_overtakes` times. A sequence may preempt sequences of lower lanes.
         """
         blocked: list[Sequence] = []
         skipped: list[Sequence] = []
@@ -375,7 +375,7 @@ class Scheduler:
         """Check that nothing is left of any request, while no sequence is live. Takes constant time.
 
         Returns:
-            How many blocks leaked; None if none did.
+            A message with the number of leaked blocks; None if no block leaked.
 
         Raises:
             IntegrityError: a sequence outlived its request, a block is findable under a hash that is not its own, or

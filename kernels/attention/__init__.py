@@ -34,7 +34,7 @@ def backend_names() -> tuple[str, ...]:
 
 
 def get_backend(name: str, spec: CacheSpec) -> AttentionBackend:
-    """Create the backend with this name; for `AUTO`, the first one in `_BACKENDS` that runs the spec.
+    """Create the backend with this name; for `AUTO`, the first backend in `_BACKENDS` that runs the spec.
 
     Raises:
         ValueError: no backend has this name, or the backend cannot run the spec (block size, dtype, device).

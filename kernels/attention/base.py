@@ -67,13 +67,13 @@ class AttentionBackend(ABC):
     """
 
     name: ClassVar[str]
-    """That of the module which defines the class; the same as in the registry."""
+    """Name of the backend: that of its module, and its key in the registry."""
     page_multiple: ClassVar[int] = 1
     """`block_size` must be a multiple of this."""
     preferred_block_size: ClassVar[int] = 16
     """The block size if the spec has 0."""
     device_types: ClassVar[tuple[str, ...] | None] = None
-    """Types of devices on which it runs; None: all."""
+    """Types of devices on which the backend runs; None: all."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

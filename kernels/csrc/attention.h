@@ -241,7 +241,7 @@ INLINE void sum_vectors(const Strip& strip, const typename M::C* weights, int di
     }
 }
 
-/// The same for `count` <= D vectors.
+/// Weighted sums of V for `count` <= D vectors.
 template <class M, int R, int D>
 INLINE void sum_some(const Strip& strip, const typename M::C* weights, int dim, int at, int count, float* sums) {
     if (count == D) return sum_vectors<M, R, D>(strip, weights, dim, at, sums);

@@ -20,7 +20,7 @@ INLINE I dot(I acc, U weights, int x) { return (I)_mm512_dpbusd_epi32((U)acc, _m
 template <int M, int N, int AHEAD, class Acc>
 INLINE void multiply(const uint8_t* x, int64_t stride, const uint8_t* w, int64_t panel, int steps, const uint8_t* fetched,
                      Acc (&sums)[M][N]) {
-    Acc acc[M][N];  // not `sums` itself: compilers keep this one in registers
+    Acc acc[M][N];  // not `sums` itself: compilers keep a local array in registers
 #pragma GCC unroll 6
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
@@ -61,7 +61,7 @@ INLINE void put(bf16* out, F y, int room) {
         store_part(out, y, room);
 }
 
-/// What a tile prefetches: nothing, its own later weights, or a part of the next panels.
+/// The data that a tile prefetches: none, its own later weights, or a part of the next panels.
 enum Fetch { NOTHING, STREAM, FOLLOWING };
 
 template <class Acc, int M, int N>

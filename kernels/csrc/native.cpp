@@ -23,8 +23,8 @@ const Kernels* chosen = nullptr;
 // ── threads ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
-/// `GOMP_parallel` of the OpenMP runtime that torch has loaded. This library links none: two would compete for
-/// the cores.
+/// `GOMP_parallel` of the OpenMP runtime that torch has loaded. This library links no runtime of its own: two runtimes
+/// would compete for the cores.
 Parallel gomp_parallel = nullptr;
 
 template <class Fn>
@@ -50,7 +50,7 @@ void each(int count, int grain, int threads, const Fn& fn) {
         Job<Fn>::work(&job);
 }
 
-/// The same for items of attention; each thread knows its next item before it begins an item.
+/// Calls fn for all items of attention; each thread knows its next item before it begins an item.
 void attend_items(const Cache& cache, const Attend& job, const Plan& plan, int begin, int end, int threads) {
     std::atomic<int> next{begin};
     each(std::min(threads, end - begin), 1, threads, [&](int) {

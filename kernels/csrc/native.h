@@ -76,7 +76,7 @@ struct Ahead {
     int head, page, page_end;      // the next page, and the end of its tile; pages count from position 0
 };
 
-/// Rotation and norms before the write. The weights of the norms may be null, and so may `cos`.
+/// Rotation and norms before the write. Null weights: no norms; null `cos`: no rotation.
 struct Write {
     int32_t layer, heads;
     void* qkv;  // [rows][heads + 2 * kv_heads][dim]; queries are rotated in place

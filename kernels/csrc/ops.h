@@ -1,4 +1,4 @@
-// The small operations between matrix products, a row at a time. They round where the reference in kernels/ops.py
+// The small operations between matrix products, a row at a time. They round where kernels/ops_reference.py
 // rounds. Included once for each instruction set, inside its namespace.
 
 /// The value after a store and a load: rounded to T.

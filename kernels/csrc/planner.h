@@ -50,7 +50,7 @@ class Planner {
                    dim == o.dim && threads == o.threads;
         }
     };
-    /// The rows of a sequence that has only a few.
+    /// All rows of a sequence that has few rows.
     struct Run {
         int token, count, high, blocks;  // first row; number of positions that the last row attends to
         const int32_t* table;
@@ -131,7 +131,7 @@ class Planner {
         found_.push_back({item, level, int64_t(strips) * (ceil_div(item.end, TILE) - item.begin / TILE)});
     }
 
-    /// Returns how many tokens an item should have, of the given number.
+    /// Returns the number of tokens of each item into which `count` tokens are cut.
     int tokens_of_item(int count) const {
         const int most = std::max(1, ITEM_ROWS / group_), strip = std::max(1, STRIP / group_);
         const int wanted = ceil_div(count * cache_->kv_heads, 4 * threads_);

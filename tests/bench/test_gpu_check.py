@@ -37,7 +37,7 @@ def fail(error: Exception) -> str:
         (AssertionError("wrong"), "FAILED"),
     ],
 )
-def test_what_is_missing_is_skipped_and_what_is_wrong_fails(
+def test_a_check_with_a_missing_package_is_skipped_and_a_wrong_result_fails(
     error: Exception, result: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = Table()

@@ -39,13 +39,13 @@ class Task:
 
     @cached_property
     def undisturbed(self) -> list[str]:
-        """Each choice's text on an engine of its own."""
+        """Return each choice's text, computed on an engine without other requests."""
         params = SamplingParams(**self.params)
         last = alone(Request(self.id, self.prompt, params), max_model_len=LIMITS["max_model_len"], num_blocks=100)
         return [choice.text for choice in last.choices]
 
     def check(self, result: dict[str, Any]) -> None:
-        """A whole text is the undisturbed one, a partial one its beginning."""
+        """Check that a whole text is the undisturbed text, and a partial text its beginning."""
         status, texts = result["status"], [choice["text"] for choice in result["choices"]]
         if status == "succeeded":
             assert texts == self.undisturbed, (self.id, result, self.undisturbed)
@@ -59,7 +59,7 @@ class Task:
 
 
 def make_task(rng: random.Random, number: int) -> Task:
-    """Every kind of job, mixed."""
+    """Make a random job of any kind."""
     stem = [rng.randrange(1, VOCAB) for _ in range(8)] if rng.random() < 0.5 else list(range(1, 9))
     task = Task(
         id=f"job-{number}-{rng.getrandbits(64):x}",

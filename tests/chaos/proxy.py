@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Proxy:
-    """Runs on a thread of its own; the methods may be called from any."""
+    """A proxy on a thread of its own; any thread may call its methods."""
 
     def __init__(self, target: int) -> None:
         self.port = 0
@@ -28,19 +28,19 @@ class Proxy:
         self._ready.wait(10)
 
     def cut(self) -> None:
-        """Close every connection, whatever is on the way."""
+        """Close every connection, even if data is in transit."""
         self._call(self._cut())
 
     def point(self, target: int) -> None:
-        """Lead further connections elsewhere, as a name does after a failover; open ones stay where they are."""
+        """Connect new clients to another server, as a host name does after a failover; open connections stay."""
         self._target = target
 
     def swallow(self, seconds: float) -> None:
-        """Let requests through but no replies, then cut: nobody knows what was done."""
+        """Pass requests on but no replies, then cut: clients cannot know which commands were executed."""
         self._call(self._swallow(seconds))
 
     def silence(self, seconds: float) -> None:
-        """Pass nothing on for a while, with all sockets open."""
+        """Pass no data on for a while, with all sockets open."""
         self._call(self._silence(seconds))
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ SETTINGS = {
 
 @dataclass
 class Child:
-    """A worker process, and whether we asked it to end."""
+    """A worker process, and whether this test asked it to end."""
 
     popen: subprocess.Popen[bytes]
     log: Path
@@ -52,7 +52,7 @@ class Child:
 
 @dataclass
 class Chaos:
-    """One run. `check` raises AssertionError for whatever is not as promised."""
+    """One run. `check` raises AssertionError if a promise was broken."""
 
     folder: Path
     server: RedisServer
@@ -76,7 +76,7 @@ class Chaos:
     # ── producers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def until_done(self, what: Callable[[], Any]) -> Any:
-        """Repeat a call while Redis is away, as a stubborn producer would; a bare XADD may so be done twice."""
+        """Repeat a call while Redis is away, as a producer would; a bare XADD may be executed twice."""
         deadline = time.monotonic() + 30
         while True:
             try:
@@ -132,7 +132,7 @@ class Chaos:
         return [child for child in self.children if child.popen.poll() is None and not child.leaving]
 
     def tend(self) -> None:
-        """Wake sleepers whose time has come, replace who is gone, and find who ended without being asked."""
+        """Resume paused workers that are due, replace workers that have ended, and report unexpected ends."""
         for child in self.children:
             # A SIGTERM before Python has come to our handler ends it as any process; nothing was read by then.
             expected = (0, -signal.SIGKILL, -signal.SIGTERM) if child.leaving else (None,)
@@ -147,7 +147,7 @@ class Chaos:
     # ── the die ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def strike(self) -> None:
-        """Something bad happens."""
+        """Cause one random fault."""
         name, deed = self.rng.choices(
             [
                 ("kill", self._kill),
@@ -191,7 +191,7 @@ class Chaos:
     # ── a run ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def run(self, seconds: float, jobs_per_second: float = 15.0, pause: float = 0.7) -> None:
-        """Submit and strike for `seconds`, then let things calm down and check everything."""
+        """Submit jobs and cause faults for `seconds`, then wait until all jobs have ended, and check them."""
         end = time.monotonic() + seconds
         next_job = next_strike = time.monotonic()
         self.tend()
@@ -209,7 +209,7 @@ class Chaos:
         self.check()
 
     def calm(self) -> None:
-        """Nothing bad happens any more; wait until all is done."""
+        """Cause no more faults; wait until all jobs have ended."""
 
         def over() -> bool:
             self.tend()
@@ -224,7 +224,7 @@ class Chaos:
         self.tend()
 
     def check(self) -> None:
-        """The invariants."""
+        """Check the invariants of all jobs."""
         for task in self.tasks.values():
             task.check(check_ending(self.queue, task))
         assert (self.queue.depth(), self.queue.pending()) == (0, 0)
@@ -247,7 +247,7 @@ class Chaos:
         assert sorted(listed) == sorted(mine), group
 
     def _workers_at_rest(self) -> bool:
-        """Every living worker shows all its blocks free and nothing held."""
+        """Return whether every live worker reports that all its blocks are free and that it holds no job."""
         shown = [self.client.hgetall(key) for key in self.client.keys(self.keys.worker("*"))]
         return len(shown) == self.num_workers and all(
             row[b"free_blocks"] == row[b"total_blocks"] and row[b"waiting"] == row[b"running"] == b"0" for row in shown
@@ -292,7 +292,7 @@ def _entry(task: Task) -> JobEntry:
 
 @contextlib.contextmanager
 def chaos(folder: Path, seed: int, num_workers: int = 3) -> Iterator[Chaos]:
-    """A run's stage; `appendfsync always`, so that not even a killed Redis forgets what it has confirmed."""
+    """Set a run up; with `appendfsync always`, so that even a killed Redis keeps all confirmed writes."""
     with running_redis(folder, "--appendfsync", "always") as server:
         run = Chaos(folder, server, seed, num_workers)
         try:

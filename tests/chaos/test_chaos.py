@@ -1,4 +1,4 @@
-"""Whatever happens to workers, connections and Redis: every job has exactly one result, and it is the right one."""
+"""Whatever happens to workers, connections and Redis: every job has exactly one result, the right one."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class Stack:
     # ── the commands of docker compose ────────────────────────────────────────────────────────────────────────────
 
     def up(self, *names: str) -> None:
-        """Start services, those without a profile by default, and first what they depend on."""
+        """Start services (default: those without a profile) after the services that they depend on."""
         active = set(self.environ.get("COMPOSE_PROFILES", "").split(","))
         for name in names or [
             n for n, s in self.services.items() if not s.get("profiles") or active & set(s["profiles"])

@@ -108,7 +108,7 @@ def test_a_worker_is_given_more_time_than_its_drain() -> None:
         assert str(settings.http_port) in SERVICES[name]["expose"]
 
 
-def test_redis_keeps_what_it_accepted() -> None:
+def test_redis_persists_accepted_jobs_and_evicts_no_key() -> None:
     options = " ".join(SERVICES["redis"]["command"])
     for wanted in ("--appendonly yes", "--appendfsync everysec", "--maxmemory-policy noeviction", "--maxmemory 1gb"):
         assert wanted in options

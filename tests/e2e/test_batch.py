@@ -55,7 +55,7 @@ class Batch:
         return self.run is None or self.run.poll() is not None
 
     def suffer(self, rng: random.Random, strikes: int) -> None:
-        """Kill the run or the worker when so many lines are there, some before there are any; then let it end."""
+        """Kill the run or the worker after random numbers of lines, also before the first line; then let it end."""
         self.start()
         places = sorted(rng.choice((0, rng.randrange(len(self.requests)))) for _ in range(strikes))
         for place in places:
@@ -130,18 +130,18 @@ def suffer(tmp_path: Path, queue: Queue, seed: int, count: int, strikes: int) ->
         batch.close()
 
 
-def test_a_batch_survives_kill_9_of_everybody(tmp_path: Path, own: Queue) -> None:
+def test_a_batch_survives_kill_9_of_every_process(tmp_path: Path, own: Queue) -> None:
     suffer(tmp_path, own, seed=1, count=1500, strikes=5)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", range(10, 20))
-def test_a_long_batch_survives_kill_9_of_everybody(tmp_path: Path, own: Queue, seed: int) -> None:
+def test_a_long_batch_survives_kill_9_of_every_process(tmp_path: Path, own: Queue, seed: int) -> None:
     suffer(tmp_path, own, seed, count=5000, strikes=12)
 
 
-def test_bodies_of_any_size_are_answered_by_the_worker_and_stop_no_other(tmp_path: Path, own: Queue) -> None:
+def test_bodies_of_any_size_are_answered_and_stop_no_other_request(tmp_path: Path, own: Queue) -> None:
     large = {"large": 2_000_000, "larger": 20_000_000, "small": 10}
     requests = [request(name, "x" * size, model="fake", max_tokens=2) for name, size in large.items()]
     batch = Batch(tmp_path, own, requests, lambda: Process(own.url, own.keys.queue, tmp_path).popen)
@@ -158,7 +158,7 @@ def test_bodies_of_any_size_are_answered_by_the_worker_and_stop_no_other(tmp_pat
 @pytest.mark.model
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(10))
-def test_a_batch_on_the_real_model_survives_kill_9_of_everybody(tmp_path: Path, own: Queue, seed: int) -> None:
+def test_a_batch_on_the_real_model_survives_kill_9_of_every_process(tmp_path: Path, own: Queue, seed: int) -> None:
     """Greedy texts do not depend on what ran beside them or before a kill."""
     rng = random.Random(seed)
     systems = [f"You are assistant number {number}, and you answer in one short sentence." for number in range(4)]

@@ -83,7 +83,7 @@ def test_a_body_that_kills_every_worker_that_reads_it_is_given_up_unread(own: Qu
 
 @pytest.mark.redis_server
 def test_a_kill_by_the_supervisor_during_a_drain_counts_against_no_job(own: Queue, start: Start) -> None:
-    """An orchestrator that allows less time than the worker was told: SIGTERM, then SIGKILL, at every deploy."""
+    """An orchestrator that allows less time than `--drain-seconds`: SIGTERM, then SIGKILL, at every deploy."""
     jobs = [own.add({"prompt": f"{i}", "max_tokens": 100}) for i in range(8)]
     slow = {"drain_seconds": "600", "FAKE_STEP": "0.1", "max_num_seqs": "8"}
     for _ in range(3):
@@ -102,7 +102,7 @@ def test_a_kill_by_the_supervisor_during_a_drain_counts_against_no_job(own: Queu
 
 
 def name(queue: Queue) -> bytes:
-    """The name of the one worker that shows a sign of life."""
+    """Return the name of the only live worker; empty if not exactly one is alive."""
     keys = list(queue.client.scan_iter(queue.keys.worker("*")))
     return keys[0].removeprefix(queue.keys.worker("").encode()) if len(keys) == 1 else b""
 

@@ -89,7 +89,7 @@ def test_a_job_with_a_callback_reaches_its_receiver_over_a_killed_clerk(
     assert process.stop() == 0
 
 
-def test_the_chores_go_on_and_are_seen_and_a_stop_need_not_wait_for_them(
+def test_the_chores_run_and_are_listed_and_a_stop_does_not_wait_for_them(
     own: Queue, office: Rq, tls: tuple[Path, Path]
 ) -> None:
     process = clerk(office, tls[0])

@@ -60,7 +60,7 @@ def name(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_every_block_says_what_it_is_and_every_command_is_in_one(page: Path) -> None:
+def test_every_block_has_a_known_kind_and_every_command_is_in_a_block(page: Path) -> None:
     for block in blocks(page):
         assert block.info in INFO, f"{name(page)}:{block.line}: `{block.info}` is none of {sorted(INFO)}"
     bare = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -78,7 +78,7 @@ class Shell:
     left: list[subprocess.Popen[bytes]]
 
     def script(self, code: str) -> str:
-        """Run a piece of shell; what it printed.
+        """Run a piece of shell; return its output.
 
         Raises:
             AssertionError: a command failed.
@@ -89,7 +89,7 @@ class Shell:
         return self._run([sys.executable, "-c", self._here(code)], code)
 
     def serve(self, line: str) -> None:
-        """Start what does not end by itself, and wait until it is there."""
+        """Start a command that does not end by itself, and wait until it serves."""
         with (self.folder / "servers.log").open("ab") as log:
             command = ["bash", "-c", re.sub(r"^((?:\w+=\S+ +)*)", r"\1exec ", self._here(line))]
             self.left.append(subprocess.Popen(command, cwd=self.folder, env=self.environ, stdout=log, stderr=log))
@@ -179,7 +179,7 @@ def test_a_page_works_as_printed_from_its_first_line_to_its_last(page: Path, she
 
 
 def _type(shell: Shell, lines: list[str]) -> str:
-    """Type the lines of one block; what they print. A server goes on beside what comes after it."""
+    """Type the lines of one block; return their output. A server keeps running beside later blocks."""
     printed, script = "", []
     for line in lines:
         if SERVERS.search(line):

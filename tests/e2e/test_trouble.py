@@ -30,7 +30,7 @@ def proxy(own_redis: RedisServer) -> Iterator[Proxy]:
 
 
 def through(queue: Queue, proxy: Proxy) -> Queue:
-    """The same queue, as a worker behind the proxy is to reach it."""
+    """Return the same queue, with the URL for a worker behind the proxy."""
     return Queue(queue.client, f"redis://127.0.0.1:{proxy.port}/0", queue.keys)
 
 
@@ -158,7 +158,7 @@ def test_replies_that_are_lost_on_the_way_lose_and_double_nothing(own: Queue, pr
 
 
 def test_a_line_that_goes_silent_is_survived(own: Queue, proxy: Proxy, start: Start) -> None:
-    """Sockets stay open and nothing comes; shorter than the lease it costs nothing."""
+    """Sockets stay open and no data comes; an outage shorter than the lease costs no start."""
     worker = start(through(own, proxy), FAKE_STEP="0.01", lease_seconds="6")
     job = running(own, max_tokens=150)
     proxy.silence(2.0)

@@ -1,4 +1,4 @@
-"""The contract as a stranger would use it: redis-cli and the documented keys, against a worker with a real model."""
+"""The wire contract as users use it: redis-cli and the documented keys, against a worker with a real model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def info(queue: Queue) -> dict[str, str]:
 
 
 def at_rest(queue: Queue) -> None:
-    """The worker says that it holds nothing and that all its blocks are free."""
+    """Wait until the worker reports that it holds no job and that all its blocks are free."""
 
     eventually(lambda: queue.depth() == queue.pending() == 0, 15)
     seconds, micros = queue.client.time()
@@ -163,7 +163,7 @@ def test_a_chat_goes_through_the_template_and_a_bad_role_is_the_senders_error(
     assert (error["code"], "wizard" in error["message"]) == ("invalid_request", True)
 
 
-def test_greedy_text_is_the_same_alone_and_among_others(served: tuple[Queue, WorkerProcess]) -> None:
+def test_greedy_text_is_the_same_alone_and_among_other_jobs(served: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = served
     body = {"prompt": [9, 8, 7, 6], "max_tokens": 20, "temperature": 0, "return_token_ids": True}
     alone = queue.check_ending(queue.add(body))["choices"]

@@ -1,4 +1,4 @@
-"""JSON schemas to generate under: what people write by hand, and what a generator makes of the same parts."""
+"""JSON schemas for tests: written by hand, and generated from the same parts."""
 
 from __future__ import annotations
 

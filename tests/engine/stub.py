@@ -96,7 +96,7 @@ class StubRunner:
         self.sampler.forget(seq.uid)
 
     def _slots(self, seq: Sequence, end: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Where the first `end` tokens of a sequence live."""
+        """Return the slots of the first `end` tokens of a sequence."""
         places = np.arange(end)
         return np.array(seq.block_table)[places // self.block_size] * self.block_size + places % self.block_size
 
@@ -181,7 +181,7 @@ def preempt(engine: Engine, request_id: str) -> None:
 
 
 class Collector:
-    """What a reader sees of each request, and whether it is what was promised."""
+    """Collects the deltas of each request as a reader sees them, and checks them."""
 
     def __init__(self) -> None:
         self.deltas: dict[str, list[Delta]] = {}
@@ -220,7 +220,7 @@ def run(engine: Engine, *requests: Request, limit: int = 10_000) -> dict[str, Fi
 
 
 def alone(one: Request, **limits: object) -> Finished:
-    """The same request on an idle engine of its own, with plenty of room."""
+    """Run the same request on an idle engine of its own, with enough blocks."""
     engine, _ = make_engine(garbage=99, **{"num_blocks": 256, "block_size": 4, **limits})
     params = dataclasses.replace(one.params, seed=one.noise_seed)
     copy = Request(one.id, one.prompt, params, cache_salt=one.cache_salt, grammar=one.grammar)

@@ -424,7 +424,7 @@ class TestCanary:
 
     def test_text_that_cannot_be_decoded_ends_its_request_alone(self) -> None:
         class Panic(BaseException):
-            """As pyo3 raises what Rust panics with."""
+            """A panic of Rust as pyo3 raises it: not an `Exception`."""
 
         engine, _ = make_engine()
         token_bytes, bad = engine._token_bytes, request("bad", [1, 2, 3], 5, ignore_eos=True)

@@ -126,7 +126,7 @@ def test_preempted_requests_give_the_same_text(flash: FlashStandIn, model: Model
 
 @pytest.mark.usefixtures("flash")
 def test_choices_that_share_a_page_give_the_same_text(model: Model) -> None:
-    """Copy on write: each choice goes on from the same partial page."""
+    """Copy on write: each choice continues from the same partial page."""
     path, *_ = wanted = model(CASES[0])
     asked = [ask("forked", prompts(300, [300], seed=6)[0], n=3), ask("alone", prompts(300, [40], seed=7)[0])]
     finished = finish(make(path), *asked)

@@ -192,7 +192,7 @@ def test_children_that_keep_dying_give_no_verdict_and_nothing_is_remembered(monk
 
 
 def test_a_refusal_is_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdicts = ["it takes more than 3 s to compile", None]
+    verdicts = ["the grammar takes more than 3 s to compile", None]
     guard = _guard()
     monkeypatch.setattr(guard, "problem", lambda source: verdicts.pop(0))
     compiler = GrammarCompiler(letter_tokenizer(), guard)

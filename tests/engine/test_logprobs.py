@@ -108,7 +108,7 @@ def test_text_ids_and_logprobs_end_at_the_same_token_when_a_stop_string_cuts() -
 
 
 def by_hand(prompt: list[int], top: int) -> list[TokenLogprobs | None]:
-    """What the stub model thinks of a prompt, from its definition."""
+    """Compute the prompt logprobs of the stub model from its definition."""
     tokens = np.array(prompt, dtype=np.uint64)
     places = np.arange(len(prompt), dtype=np.uint64)
     entries = (tokens * np.uint64(1_000_003) + places * np.uint64(7_919) + np.uint64(12_345)) * _ODD
@@ -133,7 +133,7 @@ def check(found: Any, expected: list[TokenLogprobs | None]) -> None:
 @pytest.mark.parametrize("block_size", [1, 4, 16, 32])
 @pytest.mark.parametrize("budget", [3, 7, 64])
 @pytest.mark.parametrize("caching", [True, False])
-def test_those_of_a_prompt_are_the_same_chunked_cached_and_not(block_size: int, budget: int, caching: bool) -> None:
+def test_prompt_logprobs_are_the_same_chunked_cached_and_whole(block_size: int, budget: int, caching: bool) -> None:
     prompt = [(i * 7) % 60 + 1 for i in range(33)]
     expected = by_hand(prompt, 2)
     engine, _ = make_engine(block_size=block_size, max_num_batched_tokens=budget, prefix_caching=caching)

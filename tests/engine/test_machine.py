@@ -170,7 +170,7 @@ TestMachine.settings = settings(
 
 @pytest.mark.parametrize("block", range(10))
 def test_a_cancel_that_races_the_finish_leaves_one_ending(block: int) -> None:
-    """1,000 seeded interleavings of cancels with steps; the end decides, once."""
+    """1,000 seeded interleavings of cancels with steps; each request has exactly one ending."""
     for seed in range(100 * block, 100 * block + 100):
         chance = random.Random(seed)
         engine, _ = make_engine(

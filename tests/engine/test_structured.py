@@ -52,7 +52,7 @@ def write(kind: Any, spec: Any, count: int = 1, max_tokens: int = 400, **params:
 
 
 def texts(finished: list[Finished]) -> list[str]:
-    """Of those that came to an end."""
+    """Return the texts of the requests that ended by themselves."""
     assert all(last.outcome is Outcome.SUCCEEDED for last in finished)
     return [c.text for last in finished for c in last.choices if c.finish_reason is FinishReason.STOP]
 
@@ -100,7 +100,7 @@ def test_json_object_gives_an_object_of_bounded_white_space() -> None:
         judge({"type": "object"}, text)
 
 
-def test_a_text_cut_by_its_length_says_so() -> None:
+def test_a_text_cut_at_max_tokens_has_finish_reason_length() -> None:
     (last,) = write("json", {"type": "string", "minLength": 50}, max_tokens=5)
     assert last.choices[0].finish_reason is FinishReason.LENGTH
     assert last.choices[0].text.startswith('"')
@@ -246,7 +246,7 @@ def test_grammars_hold_in_a_pool_that_is_too_small() -> None:
 
 
 class _Stuck:
-    """A matcher that allows nothing."""
+    """A matcher that allows no id."""
 
     complete = False
     error: str | None = None

@@ -83,7 +83,7 @@ def test_head_shapes_equal_the_oracle(heads: int, kv_heads: int, dim: int, dtype
 
 @pytest.mark.usefixtures("flash")
 def test_chunks_and_shared_blocks_give_what_the_whole_gives() -> None:
-    """A second sequence begins with the first one's blocks, and goes on by itself."""
+    """A second sequence begins with the blocks of the first sequence, and continues with its own."""
     cache = make([600, 600])
     (whole,) = cache.run([(0, 0, 600)])
     cache.tables[1] = (*cache.tables[0][:2], cache.tables[1][2])
@@ -305,7 +305,7 @@ def test_the_stand_in_refuses_pages_that_are_no_multiple_of_256() -> None:
 
 
 @pytest.mark.parametrize("name", ["k", "rotary_cos", "cache_batch_idx", "cache_leftpad", "alibi_slopes"])
-def test_the_stand_in_raises_for_what_it_does_not_have(name: str) -> None:
+def test_the_stand_in_raises_for_arguments_that_it_does_not_support(name: str) -> None:
     with pytest.raises(NotImplementedError):
         FlashStandIn().flash_attn_with_kvcache(**arguments(), **{name: torch.zeros(1)})
 

@@ -86,7 +86,7 @@ def test_a_row_has_the_same_bits_in_every_batch(int8: bool) -> None:
         rows_are_independent(Linear(weight, gated=True, int8=int8), x)
 
 
-def test_a_column_has_the_same_bits_beside_any_others() -> None:
+def test_a_column_has_the_same_bits_beside_any_other_columns() -> None:
     weight, x = torch.randn(960, 128).bfloat16(), torch.randn(40, 128).bfloat16()
     whole = Linear(weight)(x)
     for outputs in (1, 31, 33, 64, 500):

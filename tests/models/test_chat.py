@@ -23,7 +23,7 @@ def test_a_tokenizer_without_bos_adds_none() -> None:
     assert ours.encode("<s>fox").count(BOS) == 1
 
 
-def test_a_chat_has_the_special_tokens_of_its_template_and_no_others() -> None:
+def test_a_chat_has_only_the_special_tokens_of_its_template() -> None:
     plain = Tokenizer(tokenizer())
     assert BOS not in plain.encode_chat(HELLO)
     with_bos = Tokenizer(tokenizer(template="{{ bos_token }}{{ messages[0]['content'] }}"))

@@ -122,7 +122,7 @@ class TestShards:
         save_file(load_file(second) | {name: tensor * 3}, second, metadata={"format": "pt"})
         assert torch.allclose(logits(load(shards, backend=backend)), logits(load(model)), atol=1e-4)
 
-    def test_one_file_may_have_any_name(self, model: Path, backend: str) -> None:
+    def test_a_single_safetensors_file_may_have_any_name(self, model: Path, backend: str) -> None:
         want = logits(load(model, backend=backend))
         (model / "model.safetensors").rename(model / "weights.safetensors")
         (model / "._weights.safetensors").write_bytes(b"junk")  # as macOS leaves beside copies
@@ -185,7 +185,7 @@ def test_a_config_whose_numbers_make_no_sense_is_refused(model: Path, key: str, 
     refused(model, named)
 
 
-def test_a_directory_without_a_tokenizer_says_so(model: Path) -> None:
+def test_a_directory_without_a_tokenizer_is_refused(model: Path) -> None:
     (model / "tokenizer.json").unlink()
     refused(model, "has no tokenizer.json")
 
@@ -248,7 +248,7 @@ class TestTokenizers:
 
 
 class TestRopeOfGemma3:
-    """Three ways to write the same: nested by kind of layer, flat, and the older keys."""
+    """Three spellings of the same rope: nested by kind of layer, flat, and with the older keys."""
 
     FULL, LOCAL = {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0}, {"rope_type": "default", "rope_theta": 2e4}
 

@@ -29,14 +29,14 @@ ARCHITECTURES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's own words (`convert_hf_to_gguf.py`): the other way round than ours."""
+    """Reorder rows as llama.cpp's `convert_hf_to_gguf.py` does: the inverse of our reordering."""
     return (
         weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
     )
 
 
 def ggml_name(architecture: str, name: str) -> str:
-    """By the format's own map."""
+    """Return a tensor's GGUF name, by the map of the library `gguf`."""
     stem, _, kind = name.rpartition(".")
     found = gguf.get_tensor_name_map(ARCHITECTURES[architecture], 8).get_name(stem)
     assert found is not None, name
@@ -153,7 +153,7 @@ def test_a_file_gives_the_model_it_was_made_from(tmp_path: Path, architecture: s
 
 
 def metadata_of(case: Case) -> dict[str, Any]:
-    """What the converter writes for a family besides what it writes for all."""
+    """Return the metadata that the converter writes for this family only."""
     c = case.config
     if case.family == "phi3":
         rope, heads = c["rope_parameters"], 16

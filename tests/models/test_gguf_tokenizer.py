@@ -60,7 +60,7 @@ def write(
     scores: list[float] | None = None,
     **keys: Any,
 ) -> GgufFile:
-    """A file with a tokenizer and nothing else; `keys` are of `tokenizer.ggml.`, and None leaves one out."""
+    """A file with a tokenizer and nothing else; `keys` are those of `tokenizer.ggml.`; None leaves a key out."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)

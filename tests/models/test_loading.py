@@ -283,7 +283,7 @@ class TestOptions:
                 load(tmp_path, **wrong)
         assert load(tmp_path, dtype="auto").dtype in (torch.bfloat16, torch.float32)
 
-    def test_paths_that_are_not_there(self, tmp_path: Path) -> None:
+    def test_missing_paths_are_refused(self, tmp_path: Path) -> None:
         for missing in (tmp_path / "nothing", tmp_path / "nothing.gguf"):
             with pytest.raises(LoadError, match="nothing"):
                 load(missing)

@@ -75,7 +75,7 @@ def test_output_that_continues_a_prompt_keeps_its_first_space(kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_grammar_allows_is_what_the_text_says(kind: str) -> None:
+def test_the_text_is_exactly_what_its_grammar_allows(kind: str) -> None:
     ours, eos = wrap(KINDS[kind]()), frozenset({EOS})
     compiler = ours.grammars(eos)
     engine = noise_engine(ours, eos)
@@ -107,7 +107,7 @@ def test_special_ids_are_spelled_only_where_they_are_not_skipped(kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_special_ids_inside_of_a_character_do_not_break_it(kind: str) -> None:
+def test_special_ids_within_a_character_do_not_break_the_character(kind: str) -> None:
     ours = wrap(KINDS[kind]())
     fire = [i for i in ours.encode("🔥") if ours.token_bytes(i, True).strip()]
     assert len(fire) > 1

@@ -354,7 +354,7 @@ def test_a_setting_with_a_wrong_value_is_named(name: str, value: str) -> None:
         WebhookSettings.of({name: value})
 
 
-def test_nothing_dangerous_is_allowed_unless_it_is_named() -> None:
+def test_http_and_private_addresses_are_off_by_default() -> None:
     settings = WebhookSettings.of({"TOKENMILL_CALLBACK_HOSTS": " a.example , B.example"})
     assert settings.hosts == {"a.example", "b.example"}
     assert not settings.dangerously_allow_http

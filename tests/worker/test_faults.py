@@ -170,7 +170,9 @@ def test_no_job_is_taken_over_before_a_lease_of_uninterrupted_contact(queue: Que
         (redis.ResponseError("WRONGTYPE Operation against a key"), False),
     ],
 )
-def test_retryable_errors_of_redis_are_told_from_lasting_ones(error: redis.RedisError, passes: bool) -> None:
+def test_workers_distinguish_retryable_errors_of_redis_from_lasting_errors(
+    error: redis.RedisError, passes: bool
+) -> None:
     assert passing(error) is passes
     assert not no_group(error)
 

@@ -63,7 +63,7 @@ def test_an_added_request_comes_out_finished(running: Running) -> None:
 
 
 def test_generated_tokens_are_counted_while_the_publisher_takes_nothing(running: Running) -> None:
-    """While Redis is silent, the metric shows that decoding goes on."""
+    """While Redis is silent, the metric shows that decoding continues."""
     running.inbox.post(Add(request("a", tokens=7)))
     eventually(lambda: running.telemetry.generation_tokens == 7)
     assert running.outbox.qsize() > 0

@@ -199,7 +199,7 @@ class TestRunningCap:
         assert refs(eventually(lambda: ours.read(5), 5)) == [second]
         assert self.start(ours, second) is StartStatus.CANCELLED
 
-    def test_a_flood_of_one_tenant_ends_all_and_lets_others_through(self, queue: Queue) -> None:
+    def test_a_flood_of_one_tenants_jobs_ends_and_does_not_block_other_tenants(self, queue: Queue) -> None:
         queue.client.hset(queue.keys.meta, "max_running_per_tenant", 2)
         jobs = [queue.add({"prompt": f"{i}", "max_tokens": 4}, tenant="t") for i in range(12)]
         others = [queue.add({"prompt": f"{i}", "max_tokens": 4}, tenant=f"u{i}") for i in range(12)]

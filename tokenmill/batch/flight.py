@@ -30,13 +30,13 @@ from tokenmill.protocol.result import Result
 T = TypeVar("T")
 
 IDLE_MS = 1000
-"""After so long without an end of a job, the results of all jobs in flight are looked for."""
+"""Time without an end of a job after which the results of all jobs in flight are looked up."""
 LINGER_S = 0.02
 """Minimum time between two reads: ends that come one by one are read together, which costs the machine less."""
 RESUBMIT_S = 120.0
-"""A job without a result is submitted again after so long, in case Redis has lost it; usually it still exists."""
+"""Time after which a job without a result is submitted again, in case Redis has lost it; usually it still exists."""
 LOST_LOOK_S = 5.0
-"""While no job ends, the time between two looks whether Redis still knows the jobs in flight."""
+"""Interval, while no job ends, of the check that Redis still knows the jobs in flight."""
 MAX_BYTES = 64 << 20
 """Maximum size of all bodies in flight, whatever the window."""
 FETCH = 32
@@ -68,7 +68,7 @@ def reach(client: Client, stop: threading.Event) -> None:
 
     Raises:
         BatchStopped: `stop` was set while Redis was away.
-        redis.RedisError: Redis stayed away, or refuses.
+        redis.RedisError: Redis stayed away, or refuses a command.
     """
     client.patiently(client.redis.ping, pause=_pausing(stop))
 

@@ -149,14 +149,14 @@ class OutputFile:
         A power cut may have left zeros there.
 
         Raises:
-            BatchError: they do not.
+            BatchError: these bytes do not begin a response line.
         """
         if self._file is None:
             return
         torn = os.pread(self._file.fileno(), len(LINE_START), self._whole()).rstrip(b"\0")
         if not LINE_START.startswith(torn):
             raise BatchError(
-                f"{self.path}: its last line is no line of a batch's output; remove the file or name another"
+                f"{self.path}: its last line is no line of a batch's output; remove the file or name another file"
             )
 
     def lines(self) -> Iterator[dict[str, Any]]:
@@ -184,7 +184,7 @@ class OutputFile:
         """Append whole lines, each ending with LF.
 
         Raises:
-            BatchError: they could not be written; a later run cuts off an incomplete last line.
+            BatchError: the lines could not be written; a later run cuts off an incomplete last line.
         """
         data = b"".join(lines)
         for plain, escape in _ESCAPES:
@@ -197,7 +197,7 @@ class OutputFile:
             raise BatchError(f"{self.path}: {error.strerror or error}") from None
 
     def sync(self) -> None:
-        """Return when all lines are on the disk."""
+        """Sync all lines to the disk."""
         try:
             os.fdatasync(self._opened.fileno())
         except OSError as error:
@@ -244,7 +244,7 @@ class Outputs:
         """Return the state of these files, if they belong to this input, or are empty and no run has submitted.
 
         Raises:
-            BatchError: they belong to another input, or to no run.
+            BatchError: the files belong to another input, or to no run.
         """
         state = self._saved
         output = self._output.path
@@ -256,7 +256,7 @@ class Outputs:
             # Requests of another input may be in flight, and only this state knows their ids.
         if state is None:
             names = " and ".join(str(file.path) for file in self._files if file.size)
-            raise BatchError(f"{names} exists and is no output of a batch run: remove it or name another")
+            raise BatchError(f"{names} exists and is no output of a batch run: remove it or name another file")
         if state.digest != digest:
             raise BatchError(
                 f"{output} belongs to another input, or the input was changed: name another output, or remove the "
@@ -311,7 +311,7 @@ class Outputs:
         """Check that a run over these files has submitted to the queue whose keys start with `root`.
 
         Raises:
-            BatchError: no run has; nothing was changed.
+            BatchError: no run has submitted to that queue; nothing was changed.
         """
         output = self._output.path
         if self._saved is None:
@@ -347,7 +347,7 @@ class Outputs:
             self.failed += len(bad)
 
     def sync(self) -> None:
-        """Return when all lines of both files are on the disk."""
+        """Sync all lines of both files to the disk."""
         for file in self._files:
             file.sync()
 

@@ -1,4 +1,4 @@
-"""What a batch run returns and raises: its progress, its report, and the errors of its files."""
+"""The progress, the report and the errors of a batch run."""
 
 from __future__ import annotations
 

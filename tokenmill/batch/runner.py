@@ -33,11 +33,11 @@ CHUNK_BYTES = 8 << 20
 """Maximum size of the bodies that are submitted in one round trip."""
 FLUSH_LINES = 256
 FLUSH_BYTES = 4 << 20
-"""Lines are written once there are so many lines or bytes of them."""
+"""Number of lines, and of bytes, from which on the waiting lines are written."""
 CANCEL_CHUNK = 1024
-"""Lines whose jobs `cancel` looks for in one round trip."""
+"""Number of lines whose jobs `cancel` looks up in one round trip."""
 CANCEL_EMPTY = 16
-"""`cancel` ends after so many chunks in a row without a job that Redis knows."""
+"""Number of consecutive chunks without a job that Redis knows after which `cancel` ends."""
 PathLike = str | Path
 
 
@@ -68,7 +68,7 @@ def run(
         window: maximum number of requests in flight.
         priority: lane of the jobs.
         progress: called on this thread, after every write and about once a second.
-        stop: an event that ends the run soon after it is set: no more requests are submitted, requests in flight go on
+        stop: an event that ends the run soon after it is set: no more requests are submitted, requests in flight stay
             in the queue, and the next run over the same files takes their results. The report is then not `complete`.
 
     Raises:
@@ -100,7 +100,7 @@ def cancel(
 ) -> int:
     """Cancel the requests that a stopped or killed run left in flight; return their number.
 
-    They get no line in the outputs; a later run over the same files submits them again.
+    These requests get no line in the outputs; a later run over the same files submits them again.
 
     Args:
         reason: kept in the results.

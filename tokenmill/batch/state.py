@@ -63,7 +63,7 @@ def load(note: Path) -> State | None:
     except OSError as error:
         raise BatchError(f"{note}: not readable: {error.strerror or error}") from None
     except ValidationError:
-        raise BatchError(f"{note}: is not the state of a batch run: remove it or name another output") from None
+        raise BatchError(f"{note}: is not the state of a batch run: remove the file or name another output") from None
     if state.format != 1:
         raise BatchError(f"{note}: was written by another version of tokenmill; continue with that version")
     return state
@@ -73,7 +73,7 @@ def save(note: Path, state: State) -> None:
     """Replace a state file atomically; it is on the disk when this returns.
 
     Raises:
-        BatchError: it cannot be written; the old file stays.
+        BatchError: the file cannot be written; the old file stays.
     """
     # The temporary name is random: under a fixed name there could be a file of the user's.
     fresh = note.with_name(f"{note.name}.{secrets.token_hex(8)}")

@@ -1,7 +1,7 @@
 """The first pass over an input: checks the whole file before anything is submitted.
 
-An error in the frame of a line (not JSON, a missing or repeated custom id, a second URL or model) is an error of the
-whole file, as with OpenAI. An error in a body is not: that request gets an error line, and the other requests run.
+An error outside of a line's body (not JSON, a missing or repeated custom id, a second URL or model) is an error of the
+whole file, as with OpenAI. After an error in a body, that request gets an error line, and the other requests run.
 """
 
 from __future__ import annotations

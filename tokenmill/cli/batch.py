@@ -21,13 +21,13 @@ from tokenmill.protocol.keys import LANES
 
 EPILOG = (
     "Exit status: 0 every request succeeded, 1 every request has its line and some failed, 2 the input is not a batch "
-    "file or a file cannot be used, 5 Redis away or not the run's, 130 stopped by SIGINT or SIGTERM: run the "
-    "same command to continue."
+    "file or a file cannot be used, 5 Redis is away or does not know the run, 130 stopped by SIGINT or SIGTERM: run "
+    "the same command to continue."
 )
 
 app = typer.Typer(help="Run files of requests in OpenAI's batch format.", no_args_is_help=True)
 
-Input = Annotated[Path, typer.Argument(metavar="INPUT", help="JSONL, plain or gzip.", show_default=False)]
+Input = Annotated[Path, typer.Argument(metavar="INPUT", help="Input file: JSONL, plain or gzip.", show_default=False)]
 Output = Annotated[
     Path, typer.Option("--output", "-o", help="File to which response lines are appended.", show_default=False)
 ]
@@ -49,8 +49,8 @@ def run(
 ) -> None:
     """Run every request of a file that has no line in the outputs yet.
 
-    After a kill or a stop, run the same command to continue. SIGINT or SIGTERM stops submitting: requests in flight go
-    on in the queue; the next run takes their results, or `tokenmill batch cancel` cancels them.
+    After a kill or a stop, run the same command to continue. SIGINT or SIGTERM stops submitting: requests in flight
+    stay in the queue; the next run takes their results, or `tokenmill batch cancel` cancels them.
     """
     with _ended(), _signals() as stop, connected(redis, queue, prefix) as client, shown(queue) as progress:
         note_pause(client, "the requests wait")

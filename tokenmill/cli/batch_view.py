@@ -15,7 +15,7 @@ from tokenmill.batch.report import OnProgress, Progress
 LINE_S = 10.0
 """Time between two plain lines."""
 SILENCE_S = 60.0
-"""After so long without a finished request a note says what may be missing."""
+"""Time without a finished request after which a note says what may be missing."""
 
 
 class Rate:

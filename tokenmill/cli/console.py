@@ -1,4 +1,4 @@
-"""What all commands share: exit statuses, options, and a client whose errors become exit statuses."""
+"""Shared by all commands: exit statuses, options, and a client whose errors become exit statuses."""
 
 from __future__ import annotations
 
@@ -152,9 +152,9 @@ def _advice(error: RedisError, url: str) -> str:
     # getting "Authentication required".
     cut_off = "unauthenticated" in text or "closed" in text
     if "Authentication required" in text or (cut_off and _wants_login(url)):
-        return "it wants a login; use --redis redis://USER:PASSWORD@HOST:PORT/0"
+        return "Redis requires a login; use --redis redis://USER:PASSWORD@HOST:PORT/0"
     if "refused" in text:
-        return f"{text.rstrip('.')}; start one there, or name another with --redis"
+        return f"{text.rstrip('.')}; start a Redis there, or name another Redis with --redis"
     return text
 
 
@@ -165,5 +165,5 @@ def _wants_login(url: str) -> bool:
     except AuthenticationError:
         return True
     except RedisError:
-        return False  # the first error is reported, not this one
+        return False  # the first error is reported, not this error
     return False

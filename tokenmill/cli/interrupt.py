@@ -2,7 +2,7 @@
 
 A command begins with `guard`: from then on Ctrl-C ends the process at once, with status 130 and without a traceback,
 whatever is being imported. While there is work to undo, `interruptible` makes Ctrl-C a `KeyboardInterrupt` again. A
-process that was started with SIGINT ignored, as shells start background processes of scripts, goes on ignoring it;
+process that was started with SIGINT ignored, as shells start background processes of scripts, still ignores SIGINT;
 only commands that install a handler of their own (the worker, `batch run`) shut down gracefully.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import _signal as signal  # type: ignore[import-not-found]  # `signal` imports more, during which Ctrl-C is not handled
 import os
 
-TYPE_CHECKING = False  # as typing's
+TYPE_CHECKING = False  # equals `typing.TYPE_CHECKING`, without the import of typing
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
 

@@ -36,7 +36,7 @@ CTRL_C_S = 3.0
 """Time limit for the cancel that Ctrl-C sends."""
 
 JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id.", show_default=False)]
-Timeout = Annotated[float | None, typer.Option("--timeout", min=0, help="Seconds to wait; the job itself goes on.")]
+Timeout = Annotated[float | None, typer.Option("--timeout", min=0, help="Seconds to wait; the job keeps running.")]
 
 
 def submit(
@@ -44,7 +44,7 @@ def submit(
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message of a chat.")] = False,
     system: Annotated[str | None, typer.Option(help="The chat's system message; implies --chat.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens to generate.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0: greedy decoding.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0: greedy decoding.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed that makes sampling repeatable.")] = None,
     param: Annotated[
         list[str] | None, typer.Option(metavar="KEY=JSON", help="Any other parameter of the body; may be repeated.")
@@ -126,7 +126,7 @@ def result(
 
 def cancel(
     job_id: JobId,
-    reason: Annotated[str, typer.Option(help="Reason that the result will name.")] = "user",
+    reason: Annotated[str, typer.Option(help="Reason, which is stored in the result.")] = "user",
     redis: Url = DEFAULT_URL,
     queue: Queue = "default",
     prefix: Prefix = "tokenmill",
@@ -135,11 +135,11 @@ def cancel(
     with connected(redis, queue, prefix) as client:
         match client.job(job_id).cancel(reason):
             case CancelReply.LATE:
-                print(f"{job_id}: had ended already; nothing changed")
+                print(f"Job {job_id} had ended already; nothing changed.")
             case CancelReply.DONE:
-                print(f"{job_id}: cancelled before it ran")
+                print(f"Job {job_id} was cancelled before it ran.")
             case CancelReply.ASKED if client.status(job_id) is not JobStatus.UNKNOWN:
-                print(f"{job_id}: its worker was asked to stop it")
+                print(f"Job {job_id}: its worker was asked to stop it.")
             case _:
                 print(f"Job {job_id} is not known to queue {queue}; the cancel is kept in case it arrives later.")
 

@@ -1,4 +1,4 @@
-"""The standard streams of the commands: readers that have gone, full disks, terminals without some characters."""
+"""The standard streams of the commands: closed pipes, full disks, terminals that lack some characters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNWRITABLE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def drop_output() -> None:
-    """Discard what is buffered for a stream whose reader has ended, as `head` does."""
+    """Discard the buffered output of a stream whose reader has ended, as `head` does."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with suppress(BrokenPipeError):
             stream.flush()

@@ -1,4 +1,4 @@
-"""What a command that waits for a job says on stderr: that the job is delayed, or why it may not have started."""
+"""Notes on stderr of a command that waits for a job: that the job is delayed, or why it may not have started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenmill.queue.jobs import JobInfo, read_job
 T = TypeVar("T")
 
 PATIENCE_S: Final = 10.0
-"""A command that waits says why after so long without an event of the job."""
+"""Time without an event of the job after which a waiting command says why it waits."""
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def explained(client: Client, job_id: str) -> Iterator[Callable[[], None]]:
     without a worker, a wrong id and a wrong queue would all look alike.
 
     Yields:
-        What to call when the job's first event has come; then no note follows.
+        A function to call when the job's first event has come; no note follows then.
     """
 
     def explain() -> None:
@@ -60,7 +60,7 @@ def _note(job: JobInfo, queue: str) -> str | None:
         case JobStatus.DELAYED if job.paused:
             return "the queue is paused"
         case JobStatus.DELAYED:
-            return f"it is due; a worker or the clerk of queue {queue} moves it into its lane"
+            return f"due now; a worker or the clerk of queue {queue} moves it into its lane"
         case JobStatus.QUEUED if job.paused:
             return "still queued; the queue is paused"
         case JobStatus.QUEUED:
@@ -75,7 +75,7 @@ def note_pause(client: Client, waits: str = "the job waits") -> None:
 
 
 def _aside(client: Client, question: Callable[[], T]) -> T | None:
-    """Ask Redis once, for a note; return None where it does not answer, since the command itself reports that."""
+    """Ask Redis once, for a note; return None if Redis does not answer: the command itself reports the outage."""
     with suppress(RedisError, TimeoutError):
         return client.patiently(question, Deadline.after("no answer", 0))
     return None

@@ -64,7 +64,7 @@ class AsyncClient(AsyncTransport):
         timeout: float | None = None,
         **params: Unpack[RequestParams],
     ) -> AsyncJob:
-        """As `Client.submit`."""
+        """Same as `Client.submit`."""
         job = make_submit(
             self.keys,
             prompt,
@@ -89,20 +89,20 @@ class AsyncClient(AsyncTransport):
         return AsyncJob(self, job.entry.id, known=True)
 
     def job(self, id: str) -> AsyncJob:
-        """As `Client.job`."""
+        """Same as `Client.job`."""
         return AsyncJob(self, check_name("id", id))
 
     async def status(self, id: str, timeout: float | None = None) -> JobStatus:
-        """As `Client.status`."""
+        """Same as `Client.status`."""
         deadline = Deadline.after(f"job {check_name('id', id)}: no status", timeout)
         return await self._once(status_steps(self.keys, id, deadline))
 
     def group(self, name: str | None = None) -> AsyncGroup:
-        """As `Client.group`."""
+        """Same as `Client.group`."""
         return AsyncGroup(self, new_id() if name is None else check_name("group", name))
 
     async def create_group(self, expected: int, name: str | None = None, timeout: float | None = None) -> AsyncGroup:
-        """As `Client.create_group`."""
+        """Same as `Client.create_group`."""
         group = self.group(name)
         await group.expect(expected, timeout)
         return group
@@ -117,7 +117,7 @@ class AsyncClient(AsyncTransport):
         strict: bool = False,
         **params: Unpack[MapOptions],
     ) -> AsyncGenerator[MapResult, None]:
-        """As `Client.map`. Leave the loop early by `contextlib.aclosing`, which cancels unfinished jobs at once."""
+        """Same as `Client.map`. Use `contextlib.aclosing` to leave the loop early: it cancels unfinished jobs."""
         block_ms = self._block_ms
         work = Window(
             self.keys,
@@ -137,22 +137,22 @@ class AsyncClient(AsyncTransport):
             await self._abandon(list(work.pending))
 
     async def submit_all(self, entries: Sequence[JobEntry], priority: str = "normal") -> list[EnqueueRefused | None]:
-        """As `Client.submit_all`."""
+        """Same as `Client.submit_all`."""
         return await self._once(submit_all_steps(self.keys, entries, priority))
 
     async def finished(self, group: str, after: str = "0", block_ms: int | None = None) -> list[tuple[str, str]]:
-        """As `Client.finished`."""
+        """Same as `Client.finished`."""
         block = None if block_ms is None else max(1, min(block_ms, self._block_ms))
         return await self._once(finished_steps(self.keys, group, after, block))
 
     async def results(self, ids: Sequence[str]) -> list[Result | None]:
-        """As `Client.results`."""
+        """Same as `Client.results`."""
         return await self._once(results_steps(self.keys, ids))
 
     async def states(self, ids: Sequence[str]) -> list[str | None]:
-        """As `Client.states`."""
+        """Same as `Client.states`."""
         return await self._once(states_steps(self.keys, ids))
 
     async def forget(self, ids: Sequence[str], group: str, entries: Sequence[str]) -> None:
-        """As `Client.forget`."""
+        """Same as `Client.forget`."""
         await self._once(forget_steps(self.keys, ids, group, entries))

@@ -132,7 +132,7 @@ def extended(kind: type[R], result: Result, **more: Any) -> R:
 class Presence:
     """The jobs that Redis has had (`known`): a wait for such a job ends once Redis no longer knows it.
 
-    A job that Redis never had may still be submitted, and the wait goes on.
+    A job that Redis never had may still be submitted, so the wait continues.
     """
 
     def __init__(self, keys: Keys, *known: str) -> None:

@@ -19,7 +19,7 @@ class TextRestarted(TokenmillError):
 def stream_steps(
     keys: Keys, job_id: str, from_id: str, deadline: Deadline, block_ms: int, presence: Presence
 ) -> Steps[Event]:
-    """Yield a job's events until the final event. If the stream has expired, that is made from the result.
+    """Yield a job's events until the final event. If the stream has expired, make the final event from the result.
 
     Events that are already in the stream are yielded even if the deadline is over.
 

@@ -81,7 +81,7 @@ def check_expected(jobs: int) -> int:
     """Return `jobs` if it is a whole number of at least 0.
 
     Raises:
-        ValueError: it is not.
+        ValueError: `jobs` is anything else.
     """
     if isinstance(jobs, bool) or not isinstance(jobs, int) or not 0 <= jobs < 1 << 53:
         raise ValueError("expected: must be a whole number, at least 0")

@@ -35,7 +35,7 @@ class Job:
     """A job of a queue; made by `Client.submit` and `Client.job`."""
 
     def __init__(self, client: Client, job_id: str, known: bool = False) -> None:
-        """Asks nothing of Redis. `known`: Redis has the job, or had it."""
+        """Make a handle, without asking Redis. `known`: Redis has the job, or had it."""
         self._client = client
         self.id = job_id
         self._presence = Presence(client.keys, *[job_id] if known else [])
@@ -57,7 +57,7 @@ class Job:
             ValueError: `from_id` is not the id of an event.
             TimeoutError: no final event within `timeout` seconds. The events that had come by then were yielded.
             JobLost: Redis had the job and no longer knows it.
-            redis.RedisError: without a time-out: Redis stayed away for five minutes; with one: Redis refuses.
+            redis.RedisError: Redis refuses the command; or, without a time-out, stayed away for five minutes.
         """
         client, deadline = self._client, self._deadline(timeout)
         start = check_event_id(from_id)
@@ -86,9 +86,9 @@ class Job:
         """Wait for the result, whatever its status. With `timeout=0`: return it if the job has ended.
 
         Raises:
-            TimeoutError: no result within `timeout` seconds (None: a day). The job goes on.
+            TimeoutError: no result within `timeout` seconds (None: a day). The job keeps running.
             JobLost: Redis had the job and no longer knows it.
-            redis.RedisError: without a time-out: Redis stayed away for five minutes; with one: Redis refuses.
+            redis.RedisError: Redis refuses the command; or, without a time-out, stayed away for five minutes.
         """
         client = self._client
         return client._once(
@@ -112,7 +112,7 @@ class Job:
 
         Raises:
             TimeoutError: Redis did not answer within `timeout` seconds. The job may have been cancelled.
-            redis.RedisError: without a time-out: Redis stayed away for 30 s; with one: Redis refuses.
+            redis.RedisError: Redis refuses the command; or, without a time-out, stayed away for 30 s.
         """
         deadline = Deadline.after(f"job {self.id}: not cancelled", timeout)
         return self._client._once(cancel_steps(self._client.keys, self.id, reason, ttl, deadline))
@@ -134,7 +134,7 @@ class Group:
         Raises:
             ValueError: `expected` is not a whole number of at least 0.
             TimeoutError: Redis did not answer within `timeout` seconds.
-            redis.RedisError: without a time-out: Redis stayed away for 30 s; with one: Redis refuses.
+            redis.RedisError: Redis refuses the command; or, without a time-out, stayed away for 30 s.
         """
         deadline = Deadline.after(f"group {self.name}: not created", timeout)
         self._client._once(expect_steps(self._client.keys, self.name, check_expected(expected), deadline))
@@ -203,7 +203,7 @@ class AsyncJob:
     """A job of a queue; made by `AsyncClient.submit` and `AsyncClient.job`."""
 
     def __init__(self, client: AsyncClient, job_id: str, known: bool = False) -> None:
-        """Asks nothing of Redis. `known`: Redis has the job, or had it."""
+        """Make a handle, without asking Redis. `known`: Redis has the job, or had it."""
         self._client = client
         self.id = job_id
         self._presence = Presence(client.keys, *[job_id] if known else [])
@@ -212,13 +212,13 @@ class AsyncJob:
         return f"AsyncJob({self.id!r})"
 
     def stream(self, from_id: str = "0", timeout: float | None = None) -> AsyncGenerator[Event, None]:
-        """As `Job.stream`."""
+        """Same as `Job.stream`."""
         client, deadline = self._client, self._deadline(timeout)
         start = check_event_id(from_id)
         return client._drive(stream_steps(client.keys, self.id, start, deadline, client._block_ms, self._presence))
 
     async def text(self, index: int = 0, timeout: float | None = None) -> AsyncIterator[str]:
-        """As `Job.text`."""
+        """Same as `Job.text`."""
         follower = TextFollower(index)
         async with aclosing(self.stream(timeout=timeout)) as events:
             async for event in events:
@@ -227,21 +227,21 @@ class AsyncJob:
                     yield piece
 
     async def result(self, timeout: float | None = None) -> Result:
-        """As `Job.result`."""
+        """Same as `Job.result`."""
         client = self._client
         return await client._once(
             result_steps(client.keys, self.id, self._deadline(timeout), client._block_ms, self._presence)
         )
 
     async def status(self, timeout: float | None = None) -> JobStatus:
-        """As `Job.status`."""
+        """Same as `Job.status`."""
         return await self._client.status(self.id, timeout)
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(f"job {self.id}: not finished", timeout)
 
     async def cancel(self, reason: str = "user", ttl: int = CANCEL_TTL_S, timeout: float | None = None) -> CancelReply:
-        """As `Job.cancel`."""
+        """Same as `Job.cancel`."""
         deadline = Deadline.after(f"job {self.id}: not cancelled", timeout)
         return await self._client._once(cancel_steps(self._client.keys, self.id, reason, ttl, deadline))
 
@@ -257,31 +257,31 @@ class AsyncGroup:
         return f"AsyncGroup({self.name!r})"
 
     async def expect(self, expected: int, timeout: float | None = None) -> None:
-        """As `Group.expect`."""
+        """Same as `Group.expect`."""
         deadline = Deadline.after(f"group {self.name}: not created", timeout)
         await self._client._once(expect_steps(self._client.keys, self.name, check_expected(expected), deadline))
 
     async def submit(self, prompt: str | Sequence[int] | None = None, **options: Unpack[GroupOptions]) -> AsyncJob:
-        """As `Group.submit`."""
+        """Same as `Group.submit`."""
         return await self._client.submit(prompt, **options, group=self.name)
 
     async def progress(self, timeout: float | None = None) -> Progress:
-        """As `Group.progress`."""
+        """Same as `Group.progress`."""
         deadline = Deadline.after(f"group {self.name}: no counts", timeout)
         return await self._client._once(progress_steps(self._client.keys, self.name, deadline))
 
     def finished(self, after: str = "0", timeout: float | None = None) -> AsyncGenerator[Finished, None]:
-        """As `Group.finished`."""
+        """Same as `Group.finished`."""
         return self._client._drive(self._following(after, timeout).finished())
 
     def results(self, after: str = "0", timeout: float | None = None) -> AsyncGenerator[GroupResult, None]:
-        """As `Group.results`."""
+        """Same as `Group.results`."""
         return self._client._drive(self._following(after, timeout).results())
 
     async def cancel(
         self, reason: str = "user", ttl: int = CANCEL_TTL_S, timeout: float | None = None
     ) -> dict[str, CancelReply]:
-        """As `Group.cancel`."""
+        """Same as `Group.cancel`."""
         deadline = Deadline.after(f"group {self.name}: not cancelled", timeout)
         return await self._client._once(cancel_group_steps(self._client.keys, self.name, reason, ttl, deadline))
 

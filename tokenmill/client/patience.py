@@ -95,7 +95,7 @@ class Deadline:
 
 
 class Line:
-    """What a client knows of its Redis.
+    """Whether Redis has answered this client, and whether its outage is logged.
 
     Args:
         fail_fast: raise at once if Redis cannot be reached by the client's first command, instead of waiting for it.
@@ -129,7 +129,7 @@ class Tries:
 
     @property
     def ends_by(self) -> float | None:
-        """Moment of `time.monotonic()` at which the next try is given up; None: at the usual time-outs."""
+        """The `time.monotonic()` moment at which the next try is given up; None: at the usual time-outs."""
         if self._deadline is None:
             return None
         return time.monotonic() + max(LEAST_S, self._deadline.left + MARGIN_S)

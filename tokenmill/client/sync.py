@@ -108,10 +108,11 @@ class Client(Transport):
             ValueError: `priority` is not a lane.
             JobExists, QueueFull, QuotaExceeded: the queue refused the job.
             TimeoutError: the queue did not take the job within `timeout` seconds.
-            redis.RedisError: without a time-out: Redis stayed away, for 3 s or, with `wait`, for five minutes.
+            redis.RedisError: Redis refuses the command; or, without a time-out, stayed away for 3 s (with `wait`: five
+                minutes).
 
-        After the last two errors the job may have been added all the same. With an `id` of your own you can find out:
-        a second `submit` raises `JobExists` if it was.
+        After the last two errors the job may have been added nevertheless. With an `id` of your own a second `submit`
+        tells: it raises `JobExists` if the job was added.
         """
         job = make_submit(
             self.keys,
@@ -137,7 +138,7 @@ class Client(Transport):
         return Job(self, job.entry.id, known=True)
 
     def job(self, id: str) -> Job:
-        """Return the handle of a job that any process has submitted. Asks nothing of Redis.
+        """Return the handle of a job that any process has submitted, without asking Redis.
 
         Raises:
             ValueError: `id` is not a valid id.
@@ -150,13 +151,13 @@ class Client(Transport):
         Raises:
             ValueError: `id` is not a valid id.
             TimeoutError: Redis did not answer within `timeout` seconds.
-            redis.RedisError: without a time-out: Redis stayed away for 30 s; with one: Redis refuses.
+            redis.RedisError: Redis refuses the command; or, without a time-out, stayed away for 30 s.
         """
         deadline = Deadline.after(f"job {check_name('id', id)}: no status", timeout)
         return self._once(status_steps(self.keys, id, deadline))
 
     def group(self, name: str | None = None) -> Group:
-        """Return the handle of a group; without `name`, of a new group with a random name. Asks nothing of Redis.
+        """Return the handle of a group (without `name`: of a new group with a random name), without asking Redis.
 
         Raises:
             ValueError: `name` is not a valid name.
@@ -241,7 +242,7 @@ class Client(Transport):
             block_ms: milliseconds to wait for a first end, at most the client's own `block_ms`; None: do not wait.
 
         Raises:
-            redis.RedisError: Redis stayed away for five minutes, or refuses.
+            redis.RedisError: Redis stayed away for five minutes, or refuses a command.
         """
         block = None if block_ms is None else max(1, min(block_ms, self._block_ms))
         return self._once(finished_steps(self.keys, group, after, block))

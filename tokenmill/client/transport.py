@@ -116,7 +116,7 @@ class Transport:
         try:
             self._once(abandon_steps(self.keys, ids))
         except (RedisError, TimeoutError) as error:
-            log.warning("unfinished jobs go on: %s; could not cancel them: %s", ", ".join(ids), error)
+            log.warning("unfinished jobs keep running: %s; could not cancel them: %s", ", ".join(ids), error)
 
     def _once(self, steps: Once[T]) -> T:
         """Carry out the steps of a method that returns a value."""
@@ -201,7 +201,7 @@ class AsyncTransport:
         outage_s: float = OUTAGE_S,
         pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> T:
-        """As `Client.patiently`, but calls must not be nested."""
+        """Same as `Client.patiently`, but calls must not be nested."""
         tries = Tries(self._line, deadline, outage_s)
         while True:
             try:
@@ -237,7 +237,7 @@ class AsyncTransport:
         try:
             await self._once(abandon_steps(self.keys, ids))
         except (RedisError, TimeoutError) as error:
-            log.warning("unfinished jobs go on: %s; could not cancel them: %s", ", ".join(ids), error)
+            log.warning("unfinished jobs keep running: %s; could not cancel them: %s", ", ".join(ids), error)
 
     async def _once(self, steps: Once[T]) -> T:
         """Carry out the steps of a method that returns a value."""

@@ -28,7 +28,7 @@ Json = dict[str, Any]
 
 
 class FirstError(FailFast):
-    """Stop at a list's first wrong item, so that a million of them make one error. Hashable, as unions require."""
+    """Stop at the first wrong item of a list, so that a million wrong items make one error. Hashable, for unions."""
 
     def __hash__(self) -> int:
         return hash(FirstError)
@@ -126,7 +126,7 @@ def check_bias(value: dict[str, float] | None) -> dict[str, float] | None:
     """Check the keys of `logit_bias`: token ids in decimal, without leading zeros.
 
     Raises:
-        ValueError: a key is not that; the field's description is the message.
+        ValueError: a key is not such an id; the sender reads the field's description.
     """
     if value and not all(_TOKEN_KEY.fullmatch(key) and int(key) <= MAX_ID for key in value):
         raise ValueError("logit_bias")

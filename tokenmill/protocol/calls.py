@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
 
 def enqueue_call(keys: Keys, entry: JobEntry, priority: str, delay: float | None = None) -> Call:
-    """Make the call of ENQUEUE, whose reply `enqueue_reply` reads. It may be repeated if the reply was lost.
+    """Make the call of ENQUEUE, whose reply `enqueue_reply` reads. The call may be repeated if its reply was lost.
 
     Args:
         delay: seconds before the job joins its lane.

@@ -1,4 +1,4 @@
-"""Build Redis clients; no other module does.
+"""Builds all Redis clients of the project.
 
 The defaults of redis-py 8 (5 s socket timeout, RESP3, ten retries) each break a worker without an error. So time-outs,
 protocol and retries are set here, whatever the URL or the installed version says.
@@ -54,9 +54,9 @@ _ends_by: ContextVar[float | None] = ContextVar("ends_by", default=None)
 
 @contextmanager
 def ends_by(moment: float | None) -> Iterator[None]:
-    """Bound every wait for Redis in the block, connecting included, by this `time.monotonic()` moment.
+    """End every wait for Redis in the block, connecting included, at this `time.monotonic()` moment.
 
-    It does not bound the look-up of the host's name in a synchronous client. None: the usual time-outs.
+    The look-up of the host's name in a synchronous client may take longer. None: the usual time-outs.
     """
     token = _ends_by.set(moment)
     try:

@@ -67,14 +67,14 @@ class WrongProtocol(ConnectionError):
 
 
 def refused(error: RedisError) -> bool:
-    """Tell whether Redis rejects the user or its password, or denies the user the command."""
+    """Return whether Redis rejects the user or its password, or denies the user the command."""
     if isinstance(error, _REFUSED):
         return True
     return isinstance(error, ResponseError) and _REFUSED_WORDS.search(str(error)) is not None
 
 
 def transient(error: RedisError) -> bool:
-    """Tell whether an error is retryable: Redis is unreachable, starting, full, or changing its master."""
+    """Return whether an error is retryable: Redis is unreachable, starting, full, or changing its master."""
     if refused(error):  # redis-py makes some of these errors of the connection
         return False
     if isinstance(error, _PASSING):
@@ -84,12 +84,12 @@ def transient(error: RedisError) -> bool:
 
 
 def answered(error: RedisError) -> bool:
-    """Tell whether the error is a reply of Redis."""
+    """Return whether the error is a reply of Redis."""
     return isinstance(error, (ResponseError, BusyLoadingError))
 
 
 def misdirected(error: RedisError) -> bool:
-    """Tell whether the host is unknown, the socket file may not be opened, or TLS fails.
+    """Return whether the host is unknown, the socket file may not be opened, or TLS fails.
 
     If the server was reached before, such an error is retryable, too: a failover changes names and certificates.
     """

@@ -33,7 +33,7 @@ NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 def is_name(text: str) -> bool:
-    """Tell whether `text` may be an id or the name of a queue, prefix, group or tenant."""
+    """Return whether `text` may be an id or the name of a queue, prefix, group or tenant."""
     return NAME.fullmatch(text) is not None
 
 
@@ -41,7 +41,7 @@ def check_name(kind: str, text: str) -> str:
     """Return `text` if it is a name.
 
     Raises:
-        ValueError: it is not; the message starts with `kind`.
+        ValueError: `text` is not a name; the message starts with `kind`.
     """
     if not is_name(text):
         raise ValueError(f"{kind}: must match [A-Za-z0-9_.-]{{1,128}}")
@@ -49,7 +49,7 @@ def check_name(kind: str, text: str) -> str:
 
 
 def open_stream_ttl(result_ttl_s: int) -> int:
-    """Seconds that the output stream of an open job lives after the last START or RENEW."""
+    """Return the seconds that the output stream of an unfinished job lives after the last START or RENEW."""
     return max(MIN_OPEN_STREAM_TTL_S, result_ttl_s)
 
 

@@ -31,7 +31,7 @@ _WHOLE = re.compile(r"\s*[0-9]{1,15}\s*")
 
 
 def is_on(value: bytes | str | None) -> bool:
-    """Tell whether a flag of `meta` is on."""
+    """Return whether a flag of `meta` is on."""
     return value is not None and _text(value).strip().lower() in ON
 
 

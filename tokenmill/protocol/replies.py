@@ -23,7 +23,7 @@ class Ref(NamedTuple):
 
     @property
     def added_ms(self) -> int:
-        """When the entry was added, in ms of Redis' clock."""
+        """Time at which the entry was added, in ms of Redis' clock."""
         return self.place[0]
 
     @property
@@ -113,7 +113,7 @@ class TokenWrite(NamedTuple):
 
 
 class Why(enum.StrEnum):
-    """Why Redis refused a token event."""
+    """The reason why Redis refused a token event."""
 
     REPEAT = "repeat"
     """The stream has the event: the caller has published it before."""

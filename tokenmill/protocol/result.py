@@ -62,7 +62,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
-    """Why a job failed or expired."""
+    """The error of a job that failed or expired."""
 
     code: str
     message: str

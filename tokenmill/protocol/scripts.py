@@ -78,7 +78,7 @@ __all__ = [
 RENEW_CHUNK = 256
 """Entries of one RENEW call; docs/protocol.md, "Script notes"."""
 LOOK_MS = 10_000
-"""Ms between two looks at a job without a result, and from the look that misses its entry to the end of the job."""
+"""Ms between two checks of a job without a result, and from the check that misses its entry to the end of the job."""
 
 
 @dataclass
@@ -157,7 +157,7 @@ class Scripts:
         ]
 
     def publish(self, batch: TokenBatch) -> list[Refused]:
-        """Append all events of `batch` in one command; returns the events that Redis refused, in order."""
+        """Append all events of `batch` in one command; return the events that Redis refused, in order."""
         if not batch:
             return []
         reply = self._runner.run("publish", batch.streams, batch.args)
@@ -181,11 +181,11 @@ class Scripts:
         return [Ending(reply.decode()) for reply in self._runner.run_all(calls)] if calls else []
 
     def reject(self, ref: Ref, body: bytes, reason: str = "no usable id", job_id: bytes = b"") -> bool:
-        """Move an entry without a usable id to the dead letters, with code `no_id`. False: another worker holds it."""
+        """Move an entry without a usable id to the dead letters, with code `no_id`; False: another worker holds it."""
         return bool(self._run(self._calls.reject(ref, body, reason, job_id)) == b"OK")
 
     def renew(self, refs: Iterable[Ref]) -> list[Ref]:
-        """Renew the leases of these entries; returns the entries that this worker no longer holds."""
+        """Renew the leases of these entries; return the entries that this worker no longer holds."""
         by_lane: dict[str, list[Ref]] = {}
         for ref in refs:
             by_lane.setdefault(ref.lane, []).append(ref)
@@ -205,12 +205,12 @@ class Scripts:
         count_start: bool = True,
         due_in_ms: int | None = None,
     ) -> bool:
-        """Hand an entry back. False: another worker holds it.
+        """Hand an entry back; return False if another worker holds it.
 
         Args:
             idle_ms: how long the entry looks idle from now on, in ms: a sweep takes it over once this reaches a lease.
-            graceful: whether a running job is queued again; else it counts as running, and its next start by another
-                worker as a takeover after a death.
+            graceful: True: a running job is queued again. False: it stays running, so that its next start by another
+                worker counts a death.
             count_start: whether the start counts against `max_attempts`; False where the job was not at fault.
             due_in_ms: ms after which the next `read` of any worker takes the entry, which has no owner until then.
                 None: only sweeps find it.
@@ -219,18 +219,18 @@ class Scripts:
         return bool(self._run(call) == b"OK")
 
     def excuse(self, refs: Sequence[Ref]) -> None:
-        """Mark running jobs of this worker, which shuts down: if it is killed first, neither start nor death counts."""
+        """Mark running jobs of this worker, which shuts down: if it is killed, neither start nor death counts."""
         self._runner.run_all([self._calls.excuse(ref) for ref in refs])
 
     def clear(self, ref: Ref, fence: int) -> bool:
         """Clear a suspect that ran alone past the progress of its last fence: its deaths so far no longer count.
 
-        False: another worker holds it.
+        Return False if another worker holds the entry.
         """
         return bool(self._run(self._calls.clear(ref, fence)) == b"OK")
 
     def promote(self, chunk: int = 64, seconds: float = 0.5) -> int:
-        """Move the delayed jobs that are due into their lanes, `chunk` in a round trip; returns how many were moved.
+        """Move the delayed jobs that are due into their lanes, `chunk` in a round trip; return how many were moved.
 
         Ends when no further job is due, when the queue is full, or after `seconds`; the next call continues.
         """
@@ -243,7 +243,7 @@ class Scripts:
                 return moved
 
     def reconcile(self, limit: int = 32, look_ms: int = LOOK_MS) -> int:
-        """End jobs whose entry was deleted; returns how many.
+        """End jobs whose entry was deleted; return how many.
 
         Looks at `limit` jobs without a result; all callers together look at a job once in `look_ms`.
         """
@@ -257,9 +257,9 @@ class Scripts:
         return self._runner.run_all(calls).count(b"DONE") if calls else 0
 
     def remove_consumer(self, name: str) -> bool:
-        """Delete a consumer from the groups of all lanes in which no entry is pending for it.
+        """Delete a consumer from the groups of all lanes in which no entry is pending for the consumer.
 
-        True if no group has it now.
+        Return True if no group has this consumer now.
         """
         gone = [self._run(remove_consumer_call(lane, GROUP, name)) for lane in self.keys.lanes]
         return all(gone)

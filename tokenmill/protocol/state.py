@@ -6,7 +6,7 @@ import enum
 
 
 class JobStatus(enum.StrEnum):
-    """The state of a job. The last four are endings; their values equal those of `Status`."""
+    """The state of a job. The last four states are endings; their values equal those of `Status`."""
 
     UNKNOWN = "unknown"
     """Redis has no trace of the job: it was never submitted, or was added by a bare XADD and no worker has started it,

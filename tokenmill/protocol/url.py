@@ -84,7 +84,7 @@ def _check_place(parts: SplitResult) -> None:
 def _check_options(parts: SplitResult) -> None:
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         if name not in _OPTIONS:
-            shown = f" {name}" if re.fullmatch("[a-z_]{1,40}", name) else ""  # it may be a part of the password
+            shown = f" {name}" if re.fullmatch("[a-z_]{1,40}", name) else ""  # other text may be part of the password
             near = get_close_matches(name, _OPTIONS, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"the URL has an unknown option{shown}{hint}")

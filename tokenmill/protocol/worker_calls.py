@@ -39,13 +39,13 @@ class EndOptions(TypedDict):
     """Arguments of FINALISE beside the entry, the job's identity and its result."""
 
     fence: int | None
-    """Of START; None for a job without START."""
+    """The fence that START returned; None for a job without START."""
     published: NotRequired[int]
     """The last n that is known to be in the stream; default 0."""
     events: NotRequired[Sequence[TokenWrite]]
     """The token events that are not published yet."""
     prompt_tokens: NotRequired[int]
-    """For a job without START."""
+    """Number of prompt tokens, for a job without START."""
     callback: NotRequired[str | None]
     """The URL to which the clerk POSTs the result."""
     dead: NotRequired[DeadLetter | None]
@@ -198,5 +198,5 @@ def remove_consumer_call(stream: str, group: str, consumer: str | bytes) -> Call
 
 
 def _cut(body: bytes) -> tuple[bytes, str]:
-    """Cut the body of a dead letter; the second value is the letter's field `truncated`."""
+    """Return the body of a dead letter, cut to its limit, and the value of the letter's field `truncated`."""
     return body[:DEAD_BODY_BYTES], "1" if len(body) > DEAD_BODY_BYTES else "0"

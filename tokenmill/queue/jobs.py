@@ -1,4 +1,4 @@
-"""Why a job has no output yet: its state, when it is due, and whether its queue is paused."""
+"""Reads the state of a job that has no output yet: whether it is delayed or queued, and whether its queue is paused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_job(client: redis.Redis, keys: Keys, job_id: str) -> JobInfo:
     A job whose hash has expired is `UNKNOWN`, even if its result is still there.
 
     Raises:
-        redis.RedisError: Redis is away, or refuses.
+        redis.RedisError: Redis is away, or refuses a command.
     """
     pipe = client.pipeline(transaction=False)
     pipe.exists(keys.delayed_job(job_id))

@@ -1,4 +1,4 @@
-"""A queue at a glance: how many jobs are where, what the operator has set, and which workers serve it."""
+"""A queue at a glance: its numbers of jobs, the operator's settings, and the workers that serve it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_overview(client: redis.Redis, keys: Keys) -> Overview:
     """Read the numbers and settings of a queue in one round trip, then its workers.
 
     Raises:
-        redis.RedisError: Redis is away, or refuses.
+        redis.RedisError: Redis is away, or refuses a command.
     """
     pipe = client.pipeline(transaction=False)
     for lane in keys.lanes:

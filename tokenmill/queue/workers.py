@@ -25,7 +25,7 @@ def read_workers(client: redis.Redis, keys: Keys) -> tuple[WorkerInfo, ...]:
     """Read the workers of a queue, ordered by name.
 
     Raises:
-        redis.RedisError: Redis is away, or refuses.
+        redis.RedisError: Redis is away, or refuses a command.
     """
     found: list[WorkerInfo] = []
     for key in sorted(client.scan_iter(match=keys.worker("*"), count=1000)):

@@ -44,7 +44,7 @@ class WorkerProcess:
         """Check that the worker runs.
 
         Raises:
-            WorkerEnded: it has ended.
+            WorkerEnded: the worker has ended.
         """
         status = self.process.poll()
         if status is not None:
@@ -55,7 +55,7 @@ class WorkerProcess:
         return "\n".join(Path(self.log.name).read_text(errors="replace").splitlines()[-lines:])
 
     def stop(self, timeout: float = 30) -> int:
-        """Send SIGTERM, and after `timeout` seconds SIGKILL. Returns the exit status, negative for a signal."""
+        """Send SIGTERM, and after `timeout` seconds SIGKILL; return the exit status, negative for a signal."""
         if self.process.poll() is None:
             self.process.terminate()
         try:

@@ -64,7 +64,7 @@ def demo(
     redis: Annotated[
         str | None,
         typer.Option(
-            help="URL of a Redis or Valkey. Default: an embedded one that ends with the demo.",
+            help="URL of a Redis or Valkey. Default: an embedded server that ends with the demo.",
             callback=checked(check_url),
         ),
     ] = None,
@@ -84,7 +84,7 @@ def demo(
         console.print("interrupted")
         raise typer.Exit(130) from None
     for complaint in complaints:
-        console.print(f"not as it should be: {complaint}", style="red", markup=False, highlight=False)
+        console.print(f"demo failed: {complaint}", style="red", markup=False, highlight=False)
     raise typer.Exit(1 if complaints else 0)
 
 
@@ -123,7 +123,7 @@ class _Demo:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def ready(self, worker: WorkerProcess) -> bytes:
-        """Wait until the worker serves, so that no time of a request includes loading; returns the worker's key."""
+        """Wait until the worker serves, so that no time of a request includes loading; return the worker's key."""
         while True:
             for key in self.redis.scan_iter(match=self.keys.worker("*"), count=1000):
                 if self.redis.hget(key, "status") == b"ready":

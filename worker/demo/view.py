@@ -44,7 +44,7 @@ class Row:
     ended_at: float = 0.0
 
     def restart(self) -> None:
-        """Note that a worker starts the text, perhaps again."""
+        """Note that a worker starts the text, perhaps not for the first time."""
         self.text = ""
         self.started_at = self.started_at or time.monotonic()
         self.states.append("running")
@@ -59,7 +59,7 @@ class Row:
         self.states.append(state)
 
     def lose(self, error: str) -> None:
-        """Note that the job's stream cannot be read any more."""
+        """Note that the job's stream can no longer be read, because of `error`."""
         self.error, self.ended_at = error, time.monotonic()
         self.states.append("lost")
 

@@ -9,7 +9,7 @@ from worker.jobs.job import Job, Phase
 
 
 class Held:
-    """Thread-safe registry of held jobs. A job that is not in it any more must not be written to Redis."""
+    """Thread-safe registry of held jobs. Nothing may be written to Redis for a job that has left it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -24,7 +24,7 @@ class Held:
         """Add a job that was just delivered.
 
         Raises:
-            ValueError: its entry is held already.
+            ValueError: the job's entry is held already.
         """
         entry = (job.entry.lane, job.entry.id)
         with self._lock:
@@ -91,7 +91,7 @@ class Held:
             return list(self._jobs.values())
 
     def wait_for_place(self, most: int, timeout: float) -> int:
-        """Return how many more jobs may wait if `most` may in all; blocks up to `timeout` seconds while it is 0."""
+        """Return how many more jobs may wait if the limit is `most`; block up to `timeout` seconds while it is 0."""
         with self._place_freed:
             self._place_freed.wait_for(lambda: self._waiting < most, timeout)
             return max(0, most - self._waiting)

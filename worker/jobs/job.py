@@ -25,7 +25,7 @@ class Phase(enum.IntEnum):
 
 
 def new_nonce() -> str:
-    """Make a random name for one START, so that Redis recognises a repeated one."""
+    """Return a random name for one START, so that Redis recognises a repeat of it."""
     return secrets.token_hex(8)
 
 
@@ -50,9 +50,9 @@ class Entry:
     identity: Identity
     """The entry's fields that an ending needs, whatever else is wrong with the entry."""
     body: bytes = b""
-    """Kept for a dead letter."""
+    """The body as read; kept for a dead letter."""
     callback: str | None = None
-    """URL for the webhook; None if the entry names none, or one that `--callback-hosts` does not allow."""
+    """URL for the webhook; None if the entry names no URL, or a URL that `--callback-hosts` does not allow."""
 
     @property
     def ref(self) -> Ref:
@@ -61,11 +61,11 @@ class Entry:
 
 @dataclass(slots=True)
 class Options:
-    """What the entry and its body ask for. Written by the intake's thread, before the engine gets the request."""
+    """The options that entry and body set. Written by the intake's thread, before the engine gets the request."""
 
     ttl_ms: int | None = None
     max_attempts: int = 1
-    """Starts before the job is given up."""
+    """Number of starts after which the job is given up."""
     strict: bool = False
     """Whether the producer set `max_attempts`."""
     token_ids: bool = False
@@ -74,16 +74,16 @@ class Options:
     clamped: dict[str, int] = field(default_factory=dict)
     """Key of the body → the value to which this worker reduced it."""
     prompt_tokens: int | None = None
-    """None until the prompt is tokenised."""
+    """Number of prompt tokens; None until the prompt is tokenised."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What START returned. Replaced by the engine's thread, and by the publisher's if Redis lost the job's events."""
+    """The reply of START. Replaced by the engine's thread, and by the publisher's if Redis lost the job's events."""
 
     attempt: int = 0
     tries: int = 0
-    """Starts that count against `max_attempts`."""
+    """Number of starts that count against `max_attempts`."""
     fence: int = 0
     """The fencing token of this run; 0 before the first START that succeeded."""
     at: float = 0.0
@@ -98,7 +98,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Cancellation:
-    """Why a job is cancelled. Set by the canceller's thread, or from START's reply."""
+    """The cancel of a job. Set by the canceller's thread, or from START's reply."""
 
     reason: str | None
     seen_at: float | None = None
@@ -113,7 +113,7 @@ class Chunk:
     parts: list[str]
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    """One for each token id, if the job asks for them."""
+    """Log-probabilities of each token id; None if the job does not ask for them."""
     n: int | None = None
     """Sequence number of its token event; None until it is sent for the first time, then fixed."""
 
@@ -143,7 +143,7 @@ class Outgoing:
     """The text that was computed for a job, and how much of it is in Redis. Written by the publisher's thread."""
 
     tokens: int = 0
-    """Generated so far, over all choices."""
+    """Number of tokens generated so far, over all choices."""
     first_token_at: float | None = None
     """`time.monotonic()` when the first token was computed."""
     last_text_at: float | None = None
@@ -162,7 +162,7 @@ class Outgoing:
     def add_text(
         self, index: int, text: str, token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs] | None = None
     ) -> None:
-        """Keep new text of a choice for the next write: as part of its chunk that was never sent, or as a new one."""
+        """Keep new text of a choice for the next write: in its chunk that was never sent, or in a new chunk."""
         for chunk in self.chunks:
             if chunk.n is None and chunk.index == index:
                 chunk.add(text, token_ids, logprobs)
@@ -238,7 +238,7 @@ class Job:
     taken_at: float = field(default_factory=time.monotonic)
     """`time.monotonic()` when the entry was read."""
     stay: int = field(default_factory=itertools.count().__next__)
-    """Tells one delivery of an entry from the next."""
+    """Number of this delivery, which differs from that of any other delivery of the same entry."""
     handle: str = field(init=False)
     """Key of this delivery, and the engine's request id. Not the job's id: two entries may carry the same one, and an
     entry may be lost and come back while the engine still frees the blocks of its first delivery."""
@@ -260,7 +260,7 @@ class Job:
         return {"id": self.id, "lane": self.entry.lane, "entry": self.entry.id}
 
     def note_cancel(self, reason: str | None, seen_at: float | None = None) -> None:
-        """Keep the reason of a cancel, and of several moments at which its key was seen the first."""
+        """Keep the reason of a cancel, and the first moment at which its key was seen."""
         before = self.cancellation
         self.cancellation = Cancellation(reason, (before and before.seen_at) or seen_at)
 
@@ -271,10 +271,10 @@ class Job:
 
     @property
     def may_leave(self) -> bool:
-        """Whether the job only waits, and may do so on another worker."""
+        """Whether the job waits and may be handed back for a job of a higher lane."""
         return self.phase is Phase.WAITING and not (self.outgoing.over or self.suspect or self.marked)
 
     @property
     def computed(self) -> bool:
-        """Whether tokens of it are being computed: its START is done, and it has not ended."""
+        """Whether tokens of the job are being computed: its START is done, and the job has not ended."""
         return self.phase is Phase.STARTED and not (self.starting or self.outgoing.over)

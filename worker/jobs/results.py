@@ -22,7 +22,7 @@ _FAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An ending without the engine: nothing was computed for the job, or the text is not kept any more."""
+    """The end of a job that the engine does not report: nothing was computed for it, or its text is no longer kept."""
 
     handle: str
     status: Status
@@ -30,7 +30,7 @@ class Answer:
 
     @classmethod
     def of(cls, handle: str, error: JobError) -> Answer:
-        """Make the answer of an error: `expired` if the deadline has passed, else `failed`."""
+        """Return the answer for an error: `expired` if the job's deadline has passed, else `failed`."""
         expired = error.code is ErrorCode.DEADLINE_EXCEEDED
         return cls(handle, Status.EXPIRED if expired else Status.FAILED, error)
 
@@ -53,20 +53,20 @@ def fault(finished: Finished) -> JobError | None:
 
 
 def gave_up(job: Job, cause: JobError | None) -> JobError:
-    """Make the error of a job that has used all its attempts; `cause`: the error of its last run."""
+    """Return the error of a job that has used all its attempts; `cause`: the error of its last run."""
     code = ErrorCode.WORKER_LOST if cause is None else cause.code
-    last = "its worker was lost each time" if cause is None else f"the last time: {cause.message}"
+    last = "the worker that ran it was lost each time" if cause is None else f"the last error: {cause.message}"
     return JobError(ErrorCode.GAVE_UP, f"given up after {job.start.attempt} starts; {last}", cause=code)
 
 
 def kills_readers() -> JobError:
-    """Make the error of a job whose body killed each worker that read it."""
+    """Return the error of a job whose body killed each worker that read it."""
     message = "given up unread: each worker that began to read it was lost"
     return JobError(ErrorCode.GAVE_UP, message, cause=ErrorCode.WORKER_LOST)
 
 
 def no_grammar(key: str, reason: str) -> JobError:
-    """Make the error of a job whose grammar this worker could not compile, though the grammar may be right."""
+    """Return the error of a job whose grammar this worker could not compile, though the grammar may be valid."""
     message = f"{key}: given up before its start, since this worker cannot compile grammars now: {reason}"
     return JobError(ErrorCode.GAVE_UP, message, cause=ErrorCode.ENGINE_ERROR)
 
@@ -85,7 +85,7 @@ class Results:
         return self._result(job, answer.status, (), Usage(prompt_tokens=job.options.prompt_tokens), answer.error)
 
     def of_finished(self, job: Job, finished: Finished, error: JobError | None) -> Result:
-        """Build the result of a finished request; without choices if it has no fence, since its stream has no text."""
+        """Build the result of a finished request; without choices if the job has no fence: its stream has no text."""
         choices = tuple(self._choice(job, c) for c in finished.choices)
         usage = Usage(finished.prompt_tokens, finished.completion_tokens, finished.cached_tokens)
         return self._result(job, Status(finished.outcome.value), choices if job.started else (), usage, error)

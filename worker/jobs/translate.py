@@ -129,7 +129,7 @@ class Translator:
         return url
 
     def check(self) -> None:
-        """Tokenise a small fixed prompt; raises what the tokenizer raises, which is then the fault of no job."""
+        """Tokenise a small fixed prompt; an error of the tokenizer is raised, and is then the fault of no job."""
         self._tokenizer.encode("Hello")
 
     def _check_callback(self, url: str) -> None:
@@ -146,8 +146,8 @@ class Translator:
         """Compile a grammar. May take seconds, so it must not run on a thread that jobs wait for.
 
         Raises:
-            JobError: it is not a grammar, or uses a feature that is not supported.
-            GrammarUndecided: this worker could not find out; the job is not at fault.
+            JobError: `structure` is not a grammar, or uses a feature that is not supported.
+            GrammarUndecided: this worker could not determine whether it compiles; the job is not at fault.
         """
         try:
             return self._model.grammars.compile(structure.kind, structure.spec)

@@ -1,1 +1,1 @@
-"""What operators see (metrics, health, logs, exit statuses), and what threads and Redis connections share."""
+"""For operators: metrics, health, logs, exit statuses. For all parts: threads, and the contact with Redis."""

@@ -21,9 +21,9 @@ from worker.ops.threads import Fatal
 log = structlog.get_logger()
 
 REDIS_READY_SECONDS = 5.0
-"""A worker is not ready if Redis has not answered for so long."""
+"""Time without an answer of Redis after which a worker is not ready."""
 ENGINE_READY_SECONDS = 30.0
-"""A worker is not ready if one engine step has taken so long."""
+"""Duration of one engine step after which a worker is not ready."""
 IDLE_SECONDS = 5.0
 """How long a connection may be silent before it is closed."""
 
@@ -68,7 +68,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class Health:
-    """An HTTP server on a thread of its own; an error while it answers never reaches the worker."""
+    """An HTTP server on a thread of its own; an error in a request handler never reaches the worker."""
 
     def __init__(
         self, port: int, not_ready: Callable[[], str | None], metrics: Callable[[], bytes], host: str = "127.0.0.1"

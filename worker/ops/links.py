@@ -18,7 +18,7 @@ REPEAT_SECONDS = 30.0
 
 
 def passing(error: redis.RedisError) -> bool:
-    """Return whether the same command may succeed later; clients follow the same rule."""
+    """Return whether an error is retryable: the same command may succeed later. Clients follow the same rule."""
     return transient(error)
 
 

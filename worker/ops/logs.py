@@ -27,7 +27,7 @@ _LEVELS = {
 
 
 def failure_level(code: ErrorCode | str, cause: ErrorCode | str | None) -> int:
-    """Return the level at which a failed job is logged; `cause`: why it failed the last time, if it was given up."""
+    """Return the level at which a failed job is logged; `cause`: code of its last error, if the job was given up."""
     return _LEVELS.get(ErrorCode(cause or code), logging.INFO)
 
 
@@ -38,13 +38,13 @@ def job_lost(job: Job) -> None:
 
 
 def job_duplicate(job: Job) -> None:
-    """Log that a job's id has been used by another entry."""
+    """Log that another entry with this job's id was accepted before, so that this entry is deleted."""
     message = "the id has its result already, or another entry with this id is queued or running; this entry is deleted"
     log.info("job_duplicate", **job.log_fields, message=message)
 
 
 def without_none(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Leave out the fields that are None; a structlog processor."""
+    """Drop the fields that are None; a structlog processor."""
     return {name: value for name, value in event.items() if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""`python -m worker.ops.probe`: tells whether the worker on this machine is ready, for health checks of containers.
+"""`python -m worker.ops.probe`: checks whether the worker on this machine is ready, for health checks of containers.
 
 Reads `/readyz` on port `TOKENMILL_HTTP_PORT` of `TOKENMILL_HTTP_HOST`, or of loopback if that is unset or means all
 addresses. Exit status 0: ready; 1: not ready, with the reason on stdout; 2: the variable is wrong.

@@ -1,8 +1,8 @@
 """The worker's metrics.
 
 Threads add to plain numbers; gauges and the engine's counters are computed at each scrape, so that they are right while
-the worker is idle. A metric that means the same as one of vLLM has its name. Every series exists at zero, and no label
-has a value that a job can choose.
+the worker is idle. A metric that vLLM has, too, has vLLM's name. Every series exists from the start, at zero, and no
+label has a value that a job can choose.
 """
 
 from __future__ import annotations

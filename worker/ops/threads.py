@@ -28,7 +28,7 @@ class Fatal(Exception):
 
     @classmethod
     def refused(cls, error: RedisError) -> Self:
-        """Make the error of a Redis that refuses this worker's credentials."""
+        """Return the error for a Redis that refuses this worker's credentials."""
         return cls(
             Exit.REFUSED,
             f"Redis refuses the worker's credentials: {error}; check user, password and rights of the user in --redis",
@@ -82,14 +82,14 @@ class Stops:
     engine: threading.Event = field(default_factory=threading.Event)
     publisher: threading.Event = field(default_factory=threading.Event)
     rest: threading.Event = field(default_factory=threading.Event)
-    """Of keeper and canceller; the starter is ended by `Starter.stop`."""
+    """Ends keeper and canceller; `Starter.stop` ends the starter."""
 
 
 class Threads:
     """The threads of a worker, by name."""
 
     def __init__(self, mailbox: Mailbox) -> None:
-        """`mailbox`: notified when a thread dies."""
+        """Start no thread yet. `mailbox`: notified when a thread dies."""
         self._mailbox = mailbox
         self._threads: dict[str, threading.Thread] = {}
 
@@ -140,6 +140,6 @@ def cpu_seconds(names: Collection[str]) -> dict[str, float]:
     for thread in threading.enumerate():
         name = "main" if thread is threading.main_thread() else thread.name
         if name in spent and thread.ident is not None:
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the thread has just ended
                 spent[name] += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
     return spent | {"other": max(0.0, time.process_time() - sum(spent.values()))}

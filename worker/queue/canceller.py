@@ -16,7 +16,7 @@ _REASON_BYTES = 256
 
 
 class Canceller:
-    """Tells the engine to cancel every held job whose cancel key exists.
+    """Makes the engine cancel every held job whose cancel key exists.
 
     The message is sent again at each poll until the job has ended, since it may reach the engine before the job does.
     """
@@ -40,7 +40,7 @@ class Canceller:
         self._poll_s = poll_s
 
     def run(self) -> None:
-        """Poll until `stop` is set."""
+        """Poll the cancel keys until `stop` is set."""
         while not self._stop.wait(self._poll_s):
             try:
                 self.poll()

@@ -1,6 +1,6 @@
 """The gate between waiting and running: START in Redis, before a job's first token is computed.
 
-The engine's thread asks and goes on; the starter's thread makes the round trip. The request is on hold meanwhile: it
+The engine's thread asks and continues; the starter's thread makes the round trip. The request is on hold meanwhile: it
 keeps its place and its blocks in the engine, and takes part in the first step after START has returned.
 
     engine   plan ─► gate: may it start? ─► hold ─ ─ step, step ─ ─ ► take: release, or drop
@@ -35,7 +35,7 @@ from worker.queue.starter import RETRY_SECONDS, Batch, Starter
 log = structlog.get_logger()
 
 TURN_SECONDS = 0.1
-"""Pause before a job is considered again that had to let a suspect, or the jobs beside one, go first."""
+"""Pause before a job that must wait because of a suspect asks again to start."""
 GRACE_SECONDS = 0.005
 """How long the engine waits for START: if a near Redis answers in time, the job joins the step it was planned for."""
 CLOSE_SECONDS = 1.0
@@ -57,7 +57,7 @@ class Gate:
         quarantine: Quarantine,
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
-        """`scripts`: over a client of its own, which does not retry for long."""
+        """Connect the parts. `scripts`: over a client of its own, which does not retry for long."""
         self._held = held
         self._loop = loop
         self._outbox = outbox
@@ -114,7 +114,7 @@ class Gate:
                 self._apply(job, started)
 
     def close(self) -> None:
-        """Start nothing from now on; returns when the STARTs under way have come back, or Redis is silent too long."""
+        """Start no more jobs; return when all STARTs under way have replies, or Redis has been silent for too long."""
         self.closed = True
         self.starter.wait(CLOSE_SECONDS)
 

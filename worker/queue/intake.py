@@ -40,15 +40,15 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 COMPILERS = 2
-"""Threads that compile grammars, so that further jobs are read meanwhile."""
+"""Number of threads that compile grammars, so that further jobs are read meanwhile."""
 GRAMMAR_PAUSES = (0.5, 2.0, 8.0)
-"""Seconds before each new try of a grammar, if the process that tries grammars failed."""
+"""Seconds before each new try of a grammar, if the process that checks grammars failed."""
 LOGGED_BYTES = 64 * 1024
-"""Bytes of a body that `--log-prompts` logs at most."""
+"""Maximum number of bytes of a body that `--log-prompts` logs."""
 GIVE_WAY = 16
-"""Most waiting jobs that are handed back in one go because no worker holds jobs of a higher lane."""
+"""Maximum number of waiting jobs handed back at once, in favour of jobs of a higher lane that no worker holds."""
 PAUSE_SECONDS = 0.2
-"""Between two tries of a paused or unreachable queue."""
+"""Pause between two tries to read a paused or unreachable queue."""
 
 
 class Intake:
@@ -101,7 +101,7 @@ class Intake:
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
 
     def run(self) -> None:
-        """Read until `stop` is set."""
+        """Read entries until `stop` is set."""
         try:
             self._read_on()
         finally:
@@ -132,7 +132,8 @@ class Intake:
     def round(self) -> bool:
         """Take over entries of dead workers, else read new entries, else block until an entry comes.
 
-        Returns whether Redis was called.
+        Returns:
+            Whether Redis was called.
         """
         places = self._held.wait_for_place(self._settings.max_waiting, PAUSE_SECONDS)
         if places == 0:
@@ -141,7 +142,7 @@ class Intake:
             return False
         sent = time.monotonic()
         # After a sweep that took all free places the next places go to new entries: entries that are handed back again
-        # and again, and look abandoned in between, must not keep new ones waiting for ever.
+        # and again, and look abandoned in between, must not keep new entries waiting for ever.
         found = [] if self._sweep_was_full else self._sweeper.sweep(places)
         self._sweep_was_full = len(found) >= places
         self._telemetry.takeovers.inc(len(found))
@@ -164,7 +165,10 @@ class Intake:
         """Hand waiting jobs back for jobs of a higher lane that no worker holds; the newest of the lowest lane first.
 
         Jobs that no worker holds are unread, were handed back, or lost their worker. Without a free place here they
-        would wait until a running job ends. Returns the number of free places.
+        would wait until a running job ends.
+
+        Returns:
+            The number of free places.
         """
         waiting = [job for job in self._held.all() if job.may_leave and job.entry.lane != LANES[0]]
         if not waiting:
@@ -184,7 +188,7 @@ class Intake:
         return below > 0 and time.monotonic() - job.taken_at < below * self._settings.aging_seconds
 
     def _take_back(self, found: list[Delivery]) -> list[Delivery]:
-        """Order entries that were handed back by age and take suspects out of them, then add the new entries.
+        """Return the entries that were handed back, in order and without suspects, then the new entries.
 
         New entries cannot be suspects.
         """
@@ -195,7 +199,7 @@ class Intake:
         return (self._quarantine.sift(again) if again else []) + [read for read in found if not read.again]
 
     def _wait_for_one(self) -> None:
-        """Block until an entry comes; each lane may bring one, however many places are free."""
+        """Block until an entry comes. Each lane may return one entry, however many places are free."""
         keys = self._scripts.keys
         block = self._settings.block_ms if not self._settings.burst else min(100, self._settings.block_ms)
         sent = time.monotonic()
@@ -221,7 +225,7 @@ class Intake:
     def _accept(self, found: list[Delivery], sent: float) -> None:
         """Turn entries into held jobs, then submit them; `sent`: `time.monotonic()` when their read was sent.
 
-        All are held at once, so that their leases are renewed while the first ones are tokenised.
+        All jobs are held first, so that their leases are renewed while the first jobs are tokenised.
         """
         jobs: list[tuple[Job, Delivery]] = []
         nameless: list[Delivery] = []
@@ -229,7 +233,7 @@ class Intake:
             job = self._job(delivery, sent)
             if job is None:
                 nameless.append(delivery)
-            elif not self._held.holds(delivery.lane, delivery.entry):  # it may be, if Redis lost its latest writes
+            elif not self._held.holds(delivery.lane, delivery.entry):  # held if Redis lost its latest writes
                 self._held.add(job)
                 self._quarantine.enter(job)
                 jobs.append((job, delivery))
@@ -244,7 +248,7 @@ class Intake:
             self._reject(delivery)
 
     def _job(self, delivery: Delivery, sent: float) -> Job | None:
-        """Make a job of an entry; None if the entry has no usable id."""
+        """Return the job of an entry; None if the entry has no usable id."""
         identity = identify(delivery.fields)
         if identity is None:
             return None
@@ -254,7 +258,7 @@ class Intake:
         return Job(entry, options, lease_until=sent + self._settings.lease_seconds)
 
     def _wait_while_paused(self) -> None:
-        """Keep entries that a blocking read brought just after the queue was paused."""
+        """Wait while the queue is paused: a blocking read may return entries just after the pause began."""
         while not self._stop.is_set() and self._paused():
             self._stop.wait(PAUSE_SECONDS)
 
@@ -275,7 +279,7 @@ class Intake:
             if not passing(error):
                 raise
             self._contact.failed("read", error)
-            self._held.forget(job.handle)  # unread; a sweep finds it again
+            self._held.forget(job.handle)  # a sweep finds the unread entry again
             return
         request = self._try(job, lambda: self._translate(job, delivery))
         self._quarantine.was_read(job)
@@ -296,7 +300,10 @@ class Intake:
         return self._translator.request(job, entry, LANES.index(delivery.lane), deadline)
 
     def _compile(self, job: Job, request: Request) -> None:
-        """Compile a job's grammar, then submit it. On a thread of the pool; the gate stops a job lost meanwhile."""
+        """Compile a job's grammar, then submit the job; runs on a thread of the pool.
+
+        The gate drops a job that was lost meanwhile.
+        """
         structure = job.options.structure
         if structure is not None and self._held.owns(job):
             grammar = self._try(job, lambda: self._grammar(job, structure))
@@ -306,10 +313,11 @@ class Intake:
     def _grammar(self, job: Job, structure: Structure) -> Grammar | None:
         """Compile a job's grammar; try again after a pause if this worker, and not the grammar, is at fault.
 
-        Returns None if the worker ends meanwhile, or if it can compile no grammar and has handed the job back.
+        Returns:
+            None if the worker ends meanwhile, or if it can compile no grammar and has handed the job back.
 
         Raises:
-            JobError: the grammar cannot be compiled, or this worker still cannot tell after the last try.
+            JobError: the grammar cannot be compiled, or is still undecided after the last try.
         """
         pauses = list(GRAMMAR_PAUSES)
         while True:
@@ -319,7 +327,7 @@ class Intake:
                 log.warning("grammar_undecided", id=job.id, message=str(error), tries_left=len(pauses))
                 if not pauses:
                     if not self._translator.can_compile():
-                        self._give_back([job])  # another worker may be able to, and no start counts
+                        self._give_back([job])  # another worker may compile it, and no start counts
                         if not self._held.owns(job):
                             return None
                     raise no_grammar(structure.key, str(error)) from None
@@ -332,10 +340,10 @@ class Intake:
             return work()
         except JobError as error:
             self._outbox.give(Answer.of(job.handle, error))
-        except BaseException as error:  # a panic of the Rust tokenizer is no Exception; it must not end the worker
+        except BaseException as error:  # a panic of the Rust tokenizer is no Exception, and must not end the worker
             log.exception("job_unreadable", id=job.id)
             if not self._can_read():
-                return None  # the job is not at fault: the worker ends, and hands it back
+                return None  # the job is not at fault: the worker ends, and hands the job back
             message = f"the worker cannot read this job: {type(error).__name__}"
             reason = JobError(ErrorCode.ENGINE_ERROR, message, retryable=False)
             self._outbox.give(Answer.of(job.handle, reason))

@@ -28,13 +28,13 @@ from worker.settings import Settings
 log = structlog.get_logger()
 
 BEAT_SECONDS = 1.0
-"""Between two signs of life; a third of the lease if that is shorter."""
+"""Interval of the signs of life; a third of the lease if that is shorter."""
 PROMOTE_SECONDS = 0.5
 """How long delayed jobs are promoted in one beat, at most a sixth of the lease: renewals wait meanwhile."""
 
 
 class Keeper:
-    """Has a Redis client of its own, so that no lease is lost because a connection is busy."""
+    """Renews leases over a Redis client of its own, so that no lease is lost because a connection is busy."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class Keeper:
         self._each_beat = each_beat
         self._renew_at = 0.0
         self._aborted: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        """Jobs whose lease ran out here and that are no longer computed; Redis may still have them as ours."""
+        """Jobs whose lease ran out here and that are no longer computed; Redis may still name this worker as owner."""
         self._meta = Meta()
 
     def run(self) -> None:
-        """Call `beat` every second, or thrice a lease, until `stop` is set.
+        """Call `beat` every second, or every third of a lease if that is shorter, until `stop` is set.
 
         Raises:
             Fatal: the engine hangs; from then on no lease is renewed.
@@ -100,14 +100,14 @@ class Keeper:
             )
 
     def abort_expired(self) -> None:
-        """Stop computing jobs whose lease has run out by this worker's clock: other workers may have them by now.
+        """Stop computing jobs whose lease has run out by this worker's clock: other workers may hold them by now.
 
-        From any thread. When Redis is back, jobs that no other worker has taken are handed back.
+        Any thread may call it. When Redis is back, jobs that no other worker has taken over are handed back.
         """
         now = time.monotonic()
         for job in self._held.take(lambda job: job.computed and job.lease_until < now):
             self._telemetry.leases_lost.inc()
-            message = "the lease could not be renewed in time, so another worker may have the job; computing it stops"
+            message = "the lease could not be renewed in time, so another worker may hold the job; this worker drops it"
             log.warning("lease_ran_out", **job.log_fields, message=message)
             self._inbox.post(Drop(job.handle))
             self._aborted.put(job)
@@ -115,7 +115,7 @@ class Keeper:
     def _return_aborted(self) -> None:
         while not self._aborted.empty():
             job = self._aborted.get()
-            if self._held.holds(job.entry.lane, job.entry.id):  # a sweep of this worker has taken it over again
+            if self._held.holds(job.entry.lane, job.entry.id):  # a sweep of this worker has taken the entry over again
                 continue
             try:
                 # An outage is no fault of the job: neither a start nor a death counts.
@@ -136,9 +136,9 @@ class Keeper:
         self._each_beat()
 
     def renew(self) -> None:
-        """Renew the leases of all held jobs, and drop the jobs whose entry is not ours any more.
+        """Renew the leases of all held jobs, and drop the jobs whose entry this worker no longer owns.
 
-        Not dropped is a job whose result is being written: the reply to that write tells whether it was lost.
+        A job whose result is being written is not dropped: the reply to that write tells whether the job was lost.
         """
         sent = time.monotonic()
         jobs = self._held.all()
@@ -181,13 +181,13 @@ class Keeper:
         self._telemetry.paused = meta.paused
         queue = self._settings.queue
         if meta.paused and not before.paused:
-            log.warning("queue_paused", queue=queue, message="no new jobs are read; jobs that this worker holds go on")
+            log.warning("queue_paused", queue=queue, message="no new jobs are read; held jobs continue")
         elif before.paused and not meta.paused:
             log.info("queue_resumed", queue=queue)
         if meta.problems and meta.problems != before.problems:
             log.warning("meta_not_understood", queue=queue, message="; ".join(meta.problems))
 
     def leave(self) -> None:
-        """Delete `worker:<name>`, and the consumer if nothing is pending for it."""
+        """Delete `worker:<name>`, and the worker's consumer if no entry is pending for it."""
         self._scripts.client.delete(self._scripts.keys.worker(self._scripts.consumer))
         self._scripts.remove_consumer(self._scripts.consumer)

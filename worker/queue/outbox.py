@@ -1,4 +1,4 @@
-"""The queue from the engine, the intake and the gate to the publisher. Never full, however long Redis is away."""
+"""The queue of outputs to the publisher, from engine, intake and gate. Never full, however long Redis is away."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Outbox(queue.Queue[Stamped]):
     queue: deque[Stamped]
 
     def give(self, output: Output) -> None:
-        """Add an output without blocking; from any thread."""
+        """Add an output without blocking. Any thread may call it."""
         self.put((time.monotonic(), output))
 
     def _init(self, maxsize: int) -> None:
@@ -46,8 +46,8 @@ class Outbox(queue.Queue[Stamped]):
 def merge(outputs: Iterable[Stamped]) -> list[Stamped]:
     """Merge all step outputs into one, with one delta for each choice, then the finished requests; answers follow.
 
-    The order is kept where it matters, since no answer is about a request of a step. The merged step has the time of
-    the first one.
+    Answers may be moved to the end, since no answer is about a request in a step. The merged output has the time of
+    the first step.
     """
     texts: dict[tuple[str, int], list[Delta]] = {}
     finished: list[Finished] = []

@@ -1,7 +1,7 @@
 """The publisher's thread: writes the engine's outputs to Redis, all token events of a step in one command.
 
 Writes are idempotent: events carry explicit IDs, and FINALISE takes effect once. So after a connection error the same
-write is tried again; a refusal by Redis tells whether the job was lost, or only its stream. The text kept meanwhile is
+write is tried again; a refusal by Redis shows whether the job was lost, or only its stream. The text kept meanwhile is
 bounded by the running jobs, since no job starts while Redis is away.
 """
 
@@ -45,14 +45,14 @@ from worker.queue.outbox import Outbox, Output
 log = structlog.get_logger()
 
 ENDINGS = 64
-"""Results written in one round trip."""
+"""Maximum number of results written in one round trip."""
 RETRY_SECONDS = 0.5
-"""Between two tries while Redis accepts no writes."""
+"""Pause between two tries while Redis accepts no writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Final:
-    """A result to be written, with its dead letter if it has one."""
+    """A result to be written, and its dead letter, if any."""
 
     result: Result
     dead: DeadLetter | None = None
@@ -73,7 +73,7 @@ class Publisher:
         stop: threading.Event,
         retry: Callable[[Job, JobError], None],
     ) -> None:
-        """`retry`: hands a job back whose error is retryable."""
+        """Connect the parts. `retry`: hands a job back whose error is retryable."""
         self._scripts = scripts
         self._results = results
         self._held = held
@@ -93,7 +93,7 @@ class Publisher:
         return self._outbox.qsize() + len(self._pending)
 
     def run(self) -> None:
-        """Write until `stop` is set, then once more; writes that Redis refuses for now are kept and tried again."""
+        """Write outputs until `stop` is set, then once more. Writes that Redis refuses for now are tried again."""
         while not self._stop.is_set():
             self.collect(block=not self._pending)
             if not self._try_flush():
@@ -113,7 +113,7 @@ class Publisher:
     # ── from the outbox ───────────────────────────────────────────────────────────────────────────────────────────
 
     def collect(self, block: bool) -> None:
-        """Take in all outputs of the outbox; several deltas of one choice become one chunk."""
+        """Take all outputs from the outbox; several deltas of one choice become one chunk."""
         try:
             at, output = self._outbox.get(block=block, timeout=0.2)
             while True:
@@ -131,7 +131,7 @@ class Publisher:
             self._end(job, self._results.of_answer(job, output), output.error)
 
     def _take_deltas(self, at: float, deltas: Sequence[Delta]) -> None:
-        """Keep the new text of a step; every token passes here, so that microseconds count."""
+        """Keep the new text of a step for the next write. Runs for every token, so microseconds count."""
         get, pending, telemetry = self._held.get, self._pending, self._telemetry
         gaps = []
         for delta in deltas:
@@ -175,12 +175,13 @@ class Publisher:
     # ── to Redis ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def flush(self) -> bool:
-        """Write the pending text and results, except of jobs whose lease has run out here: they wait for a renewal.
+        """Write the pending text and results, except of jobs whose lease has run out: these wait for a renewal.
 
-        Returns whether nothing is pending any more.
+        Returns:
+            Whether nothing is pending any more.
 
         Raises:
-            redis.RedisError: nothing is lost, call again.
+            redis.RedisError: Redis is away, or refuses a command. Nothing is lost: call again.
         """
         now = time.monotonic()
         speaking: list[Job] = []
@@ -191,7 +192,7 @@ class Publisher:
                 self._settle(job)
             elif job.lease_until > now:
                 (ending if job.outgoing.over else speaking).append(job)
-        self._finalise(ending)  # first: the end is what readers wait for most
+        self._finalise(ending)  # first, since readers wait for the end most
         self._publish(speaking)
         return not self._pending
 
@@ -233,7 +234,7 @@ class Publisher:
             job.outgoing.confirm(below=refused.n)
 
     def _finalise(self, jobs: list[Job]) -> None:
-        """Write the results of jobs that are over, up to `ENDINGS` in one round trip."""
+        """Write the results of jobs that have ended, up to `ENDINGS` in one round trip."""
         for at in range(0, len(jobs), ENDINGS):
             some = jobs[at : at + ENDINGS]
             for job in some:
@@ -286,11 +287,11 @@ class Publisher:
             self._telemetry.cancel_latency.add(time.monotonic() - seen_at)
 
     def _start_again(self, job: Job) -> None:
-        """Take a new fence and write the whole text again, since Redis has lost events of the job."""
+        """Call START for a new fence and write the whole text again, since Redis has lost events of the job."""
         prompt_tokens = job.options.prompt_tokens or 0
         started = self._scripts.start(job.ref, job.entry.identity, prompt_tokens=prompt_tokens, nonce=job.nonce)
         job.nonce = new_nonce()
-        message = "Redis has lost text of the job that this worker had written; all of it is written again"
+        message = "Redis has lost text of the job that this worker had written; the whole text is written again"
         log.warning("stream_lost", **job.log_fields, message=message)
         if started.status is StartStatus.OK:
             job.outgoing.write_again()
@@ -312,7 +313,7 @@ class Publisher:
             self._inbox.post(Cancel(job.handle))
 
     def _lose(self, job: Job) -> None:
-        """Write nothing more of a job that another worker has, and free its blocks."""
+        """Write nothing more of a job that another worker holds, and free its blocks."""
         self._telemetry.leases_lost.inc()
         logs.job_lost(job)
         self._held.forget(job.handle)

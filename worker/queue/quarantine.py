@@ -1,17 +1,17 @@
 """Finds the job that kills its workers: suspects run one at a time, with no other job started.
 
-A job that was running at two deaths of its workers is a suspect; so are the innocent jobs that ran beside it. Run
-alone, the guilty job takes no other down with it, and is given up after its last attempt; an innocent job gets past the
-point at which its last run ended, and is cleared. (A job that kills its worker while it is parsed and tokenised, before
-it starts, is found by a mark, see `Quarantine.may_read`.)
+A job that was running at two deaths of its workers is a suspect; so are the innocent jobs that ran beside it. A guilty
+job that runs alone stops no other job when it kills its worker, and is given up after its last attempt; an innocent job
+gets past the point at which its last run ended, and is cleared. (A job that kills its worker while it is parsed and
+tokenised, before it starts, is found by a mark, see `Quarantine.may_read`.)
 
 Only a job that was being computed can be to blame. A worker that was asked to end marks its running jobs as excused
 (`excuse.lua`), since a kill that follows comes from its supervisor. A worker whose engine died or hangs counts a death
 for the jobs of the step under way alone.
 
-    ordinary jobs run ──► a suspect waits, nothing new starts ──► it runs alone ──► it ends or is cleared
-            ▲            at most one lease: then running jobs are handed back              │
-            └───────────── for at least as long, if there are ordinary jobs ◄──────────────┘
+    ordinary jobs run ──► a suspect waits, no job starts ──► it runs alone ──► it ends or is cleared
+            ▲            at most one lease: then running jobs are handed back         │
+            └─────────── for at least as long, if there are ordinary jobs ◄───────────┘
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ DEATHS = 2
 _KNOWN = ("state", "worker", "deaths", "cleared", "lane", "entry", "fence", "excused")
 """Fields of `job:<id>` that tell whether a job is a suspect."""
 MARGIN = 64
-"""Tokens by which a suspect must pass the point at which its last run ended: the last ones may not be published."""
+"""Number of tokens by which a suspect must pass the point at which its last run ended: its last tokens may not have
+been published."""
 
 
 @dataclass(slots=True)
@@ -55,7 +56,7 @@ class _Place:
 
 
 class Quarantine:
-    """The intake puts a suspect in, the gate asks whether a job may start, the keeper clears suspects."""
+    """Holds at most one suspect: the intake adds it, the gate asks whether a job may start, the keeper clears it."""
 
     def __init__(self, scripts: Scripts, held: Held, lease_seconds: float) -> None:
         self._scripts = scripts
@@ -81,7 +82,7 @@ class Quarantine:
         self.forget_lost()
 
     def forget_lost(self) -> None:
-        """Free the place if its entry never became a job, since it was lost on the way."""
+        """Free the suspect's place if its entry was lost before it became a job."""
         with self._lock:
             if self._place is not None and self._place.job is None:
                 self._place = None
@@ -91,10 +92,10 @@ class Quarantine:
 
         Args:
             deliveries: entries just taken over.
-            doubt: whether their workers died, perhaps while reading them.
+            doubt: whether the entries' workers died, perhaps while they read these entries.
 
         Raises:
-            redis.RedisError: nothing is lost, the next sweep finds the entries again.
+            redis.RedisError: Redis is away, or refuses a command. Nothing is lost: the next sweep finds the entries.
         """
         pipe = self._scripts.client.pipeline(transaction=False)
         for delivery in deliveries:
@@ -110,7 +111,7 @@ class Quarantine:
         ]
 
     def _doubt(self, deliveries: list[Delivery], replies: list[Any]) -> None:
-        """Remember the entries that never started: they may have killed their workers while these read them."""
+        """Remember the entries that never started: each may have killed its worker while the worker read it."""
         unread = [
             delivery
             for delivery, known in zip(deliveries, replies, strict=True)
@@ -125,8 +126,8 @@ class Quarantine:
     def may_read(self, job: Job) -> bool:
         """Return whether to parse and tokenise a job: not if that has killed as many workers as the job has attempts.
 
-        Only an entry whose last worker died before the job started is marked in Redis while it is read, so that after
-        another death the next worker knows what this one was doing. Jobs that run meanwhile are excused.
+        An entry whose last worker died before the job started is marked in Redis while it is read, so that after
+        another death the next worker knows which entry this worker was reading. Jobs that run meanwhile are excused.
 
         Raises:
             redis.RedisError: the job is not marked.
@@ -146,13 +147,13 @@ class Quarantine:
         return True
 
     def was_read(self, job: Job) -> None:
-        """Remove a job's mark: this worker has read it and lives, so its earlier workers did not die of reading it."""
+        """Remove a job's mark: this worker has read the job and lives, so reading it killed no earlier worker."""
         if job.marked:
             job.marked = False
             pipe = self._scripts.client.pipeline(transaction=False)
             pipe.hdel(self._scripts.keys.reading, _member(job.entry.lane, job.entry.id))
             for other in self._excused:
-                if not other.excused:  # it is, if a drain has begun meanwhile
+                if not other.excused:  # excused by a drain that has begun meanwhile
                     pipe.hdel(self._scripts.keys.job(other.id), "excused")
             self._excused = []
             try:
@@ -170,7 +171,7 @@ class Quarantine:
         job_id = delivery.fields[b"id"].decode()
         if self.taken:
             self.turned_away = True
-            # Not gracefully, which would erase the death that made the job a suspect.
+            # Not graceful: that would erase the death that made the job a suspect.
             ref = Ref(delivery.lane, delivery.entry, job_id)
             self._scripts.yield_(ref, idle_ms=round(self._lease * 1000), graceful=False)
             return False
@@ -190,7 +191,7 @@ class Quarantine:
         return sum(int(fields.get(b"tokens", 0)) for _, fields in events)
 
     def enter(self, job: Job) -> None:
-        """Give a job just made of an entry its place, if that entry is the suspect."""
+        """Record `job` as the suspect, if it was made of the entry for which the place is reserved."""
         with self._lock:
             place = self._place
             if place is not None and place.job is None and (place.lane, place.entry) == (job.entry.lane, job.entry.id):
@@ -222,7 +223,7 @@ class Quarantine:
     # ── the keeper's thread ───────────────────────────────────────────────────────────────────────────────────────
 
     def tick(self, hand_back: Callable[[Callable[[Job], bool]], None]) -> None:
-        """Clear the suspect if it has passed its mark; hand running jobs back if it has waited for them for a lease.
+        """Clear the suspect if it has passed its mark; hand running jobs back if the suspect has waited for a lease.
 
         `hand_back`: hands the held jobs that it accepts back to the queue; no start and no death counts.
         """

@@ -1,4 +1,4 @@
-"""Hands jobs back to the queue, and tells Redis which running jobs are not to blame for this worker's end."""
+"""Hands jobs back to the queue, and marks the running jobs that are not to blame for this worker's end."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ RETRY_BACKOFF_SECONDS = 1.0
 
 
 class Returner:
-    """Called by several threads; has no thread of its own."""
+    """Hands jobs back; called by several threads, without a thread of its own."""
 
     def __init__(self, scripts: Scripts, held: Held, inbox: Inbox, lease_seconds: float) -> None:
-        """`scripts`: over a client that retries once, since a worker that ends has little time."""
+        """Connect the parts. `scripts`: over a client that retries once, since a worker that ends has little time."""
         self._scripts = scripts
         self._held = held
         self._inbox = inbox
@@ -49,14 +49,14 @@ class Returner:
         log.info("jobs_handed_back", count=handed, of=len(jobs))
 
     def give_way(self, jobs: list[Job]) -> None:
-        """Hand these waiting jobs back, except those that have been started meanwhile."""
+        """Hand these waiting jobs back, except jobs that have been started meanwhile."""
         handles = {job.handle for job in jobs}
         self.hand_back(lambda job: job.handle in handles and job.may_leave)
 
     def retry(self, scripts: Scripts, job: Job, error: JobError) -> None:
-        """Hand a job back that failed with a retryable error; a worker takes it after a delay. Counts as a start.
+        """Hand a job back that failed with a retryable error; a worker takes it after a delay. The start counts.
 
-        `scripts`: the calling thread's.
+        `scripts`: the caller's own, since each thread has its own client.
         """
         delay = min(RETRY_BACKOFF_SECONDS * job.start.attempt, self._lease_seconds / 2)
         log.warning("job_retried", id=job.id, attempt=job.start.attempt, code=error.code.value, message=error.message)
@@ -64,9 +64,9 @@ class Returner:
             self._yield(scripts, job, round(delay * 1000), graceful=True, count_start=True)
 
     def excuse(self) -> None:
-        """Tell Redis that this worker was asked to end: if it is killed now, its running jobs are not to blame.
+        """Mark all running jobs in Redis as excused: this worker was asked to end, so a kill is not their fault.
 
-        The keeper calls this at every beat of a drain, until Redis has heard it.
+        The keeper calls this at every beat of a drain, until all marks are in Redis.
         """
         jobs = [job for job in self._held.all() if job.phase is Phase.STARTED and not job.excused]
         if not jobs:
@@ -80,7 +80,7 @@ class Returner:
             job.excused = True
 
     def keep_alive(self) -> None:
-        """Use the Redis connection, so that it stays open, and jobs can be handed back after the password has changed.
+        """Use the Redis connection, so that it stays open, and jobs can be handed back even after a change of password.
 
         Raises:
             redis.RedisError: Redis cannot be reached.
@@ -88,7 +88,7 @@ class Returner:
         self._scripts.client.ping()
 
     def _yield(self, scripts: Scripts, job: Job, delay_ms: int, graceful: bool, count_start: bool) -> bool:
-        """Return False if Redis cannot be reached, so that another worker gets the job when its lease runs out."""
+        """Hand one entry back; return False if Redis cannot be reached: the entry's lease then runs out."""
         idle_ms = round(self._lease_seconds * 1000) - delay_ms
         try:
             scripts.yield_(job.ref, idle_ms=idle_ms, graceful=graceful, count_start=count_start, due_in_ms=delay_ms)

@@ -16,7 +16,7 @@ from worker.jobs.job import Job
 from worker.ops.links import Contact, passing
 
 RETRY_SECONDS = 0.5
-"""Pause after a START that did not reach Redis, before the next one is tried."""
+"""Pause after a START that did not reach Redis, before the next START is tried."""
 
 
 @dataclass(eq=False, slots=True)
@@ -25,7 +25,7 @@ class Batch:
 
     jobs: list[tuple[Job, Request]]
     replies: list[Started] | None = None
-    """One for each job; None if Redis could not be reached."""
+    """One reply for each job; None if Redis could not be reached."""
     done: threading.Event = field(default_factory=threading.Event)
     taken: bool = False
     """Whether the gate has acted on the replies."""
@@ -35,7 +35,7 @@ class Starter:
     """Sends the STARTs of all batches that wait in one round trip. Its Redis client must not retry for long."""
 
     def __init__(self, scripts: Scripts, contact: Contact, on_done: Callable[[Batch], None]) -> None:
-        """`on_done`: called on this thread for each batch that came back, or did not reach Redis."""
+        """`on_done`: called on this thread for each batch that has its replies, or did not reach Redis."""
         self._scripts = scripts
         self._contact = contact
         self._on_done = on_done
@@ -47,14 +47,14 @@ class Starter:
         """`time.monotonic()` until which no START is tried, since the last one did not reach Redis."""
 
     def submit(self, batch: Batch) -> bool:
-        """Queue a batch; returns whether it is the only one under way. Called on the engine's thread; never blocks."""
+        """Queue a batch; return whether no other batch is under way. Called on the engine's thread; never blocks."""
         alone = not self._under_way
         self._under_way.add(batch)
         self._queue.put(batch)
         return alone
 
     def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` until everything submitted so far has come back; called on the main thread."""
+        """Wait up to `seconds` until all batches submitted so far have replies; called on the main thread."""
         deadline = time.monotonic() + seconds
         for batch in list(self._under_way):
             batch.done.wait(max(0.0, deadline - time.monotonic()))
@@ -69,7 +69,7 @@ class Starter:
         self._queue.put(None)
 
     def turn(self) -> bool:
-        """Make one round trip for all batches that wait; returns False if there are none."""
+        """Make one round trip for all batches that wait; return False if no batch waits."""
         waiting = self._waiting()
         if waiting:
             self._start(waiting)
@@ -86,7 +86,7 @@ class Starter:
         return found
 
     def _start(self, batches: list[Batch]) -> None:
-        """Start all jobs of the batches, unless a START failed a moment ago: then they wait their turn behind it."""
+        """Start all jobs of the batches; without a try if a START did not reach Redis a moment ago."""
         if time.monotonic() >= self._retry_at:
             self._call_redis(batches)
         for batch in batches:

@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 
 class Sweeper:
-    """Called on the intake's thread, before it reads new entries."""
+    """Takes abandoned entries over; called on the intake's thread, before it reads new entries."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Sweeper:
         if len(found) < places:
             self._due = time.monotonic() + self._every
         else:
-            self._look_due = 0.0  # there may be more
+            self._look_due = 0.0  # there may be more entries
         return found
 
     def _claim(self, lane: str, places: int) -> list[Delivery]:
@@ -105,7 +105,7 @@ class Sweeper:
         return found
 
     def _holders(self, lane: str, places: int) -> dict[str, str]:
-        """Entry ID → consumer, for the entries of a lane that were idle for a lease."""
+        """Return entry ID → consumer, for the entries of a lane that were idle for a lease."""
         rows: Any = self._scripts.client.xpending_range(
             self._scripts.keys.lane(lane), GROUP, "-", "+", places, idle=self._lease_ms
         )

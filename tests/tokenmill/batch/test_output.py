@@ -111,7 +111,7 @@ def test_of_two_runs_that_begin_at_once_the_second_is_refused_and_changes_nothin
     assert contents(tmp_path) == before
 
 
-def test_ids_are_the_same_at_every_run_over_the_same_files_and_unlike_any_others(tmp_path: Path) -> None:
+def test_ids_are_the_same_in_every_run_over_the_same_files_and_unique_otherwise(tmp_path: Path) -> None:
     with begun(tmp_path / "out") as first:
         ids = {first.state.job_id(number) for number in range(100)}
     with begun(tmp_path / "out") as again:

@@ -44,7 +44,7 @@ def test_a_batch_file_is_run_and_its_progress_printed_in_plain_lines(
     assert run(queue, *arguments(folder)).returncode == Exit.SUCCEEDED
 
 
-def test_a_zipped_file_with_a_failing_line_ends_with_one(folder: Path, queue: Queue, worker: MiniWorker) -> None:
+def test_a_gzip_file_with_a_failing_line_ends_with_status_1(folder: Path, queue: Queue, worker: MiniWorker) -> None:
     lines = [request("a", "x FAIL"), request("b")]
     write(folder / "plain", lines)
     (folder / "in.jsonl").write_bytes(gzip.compress((folder / "plain").read_bytes()))
@@ -119,7 +119,7 @@ def test_a_file_that_is_not_the_runs_is_refused_and_keeps_every_byte(
     words = [word for name, file in options.items() for word in (name, str(folder / file))]
     done = run(queue, "batch", "run", str(folder / "in.jsonl"), *words)
     assert done.returncode == Exit.USAGE
-    assert "exists and is no output of a batch run: remove it or name another" in done.stderr
+    assert "exists and is no output of a batch run: remove it or name another file" in done.stderr
     assert contents(folder) == before
     assert queue.depth() == 0
 

@@ -188,7 +188,7 @@ def test_a_command_says_what_moves_a_delayed_job_that_stays_overdue(
     assert f"a worker or the clerk of queue {queue.keys.queue} moves it into its lane" in done.stderr
 
 
-def test_a_paused_queue_says_so(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_report_that_a_queue_is_paused(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "PATIENCE_S", 0.05)
     queue.redis.hset(queue.keys.meta, mapping={"paused": "yes", "max_dept": "5"})
     told = f"queue {queue.keys.queue} is paused: the job waits until the queue is resumed\n"
@@ -211,7 +211,7 @@ def test_a_paused_queue_says_so(queue: Queue, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.redis_server
-def test_a_redis_that_wants_a_login_says_so(own_redis: RedisServer, tmp_path: Path) -> None:
+def test_a_redis_that_requires_a_login_is_reported(own_redis: RedisServer, tmp_path: Path) -> None:
     given = write(tmp_path / "in.jsonl", [request("a")])
     with own_redis.client() as client:
         client.config_set("requirepass", "secret")
@@ -219,11 +219,11 @@ def test_a_redis_that_wants_a_login_says_so(own_redis: RedisServer, tmp_path: Pa
     for arguments in (["submit", "x", "--no-wait"], ["info"], batch):
         done = CliRunner().invoke(cli.app, [*arguments, "--redis", own_redis.url])
         assert done.exit_code == Exit.UNAVAILABLE
-        assert "it wants a login" in done.stderr
+        assert "Redis requires a login" in done.stderr
 
 
 def test_an_unreachable_redis_is_reported_with_what_to_do(queue: Queue) -> None:
-    assert "start one there, or name another" in run(queue, "info", "--redis", "redis://127.0.0.1:1/0").stderr
+    assert "start a Redis there, or name another Redis" in run(queue, "info", "--redis", "redis://127.0.0.1:1/0").stderr
 
 
 @pytest.mark.redis_server
@@ -333,7 +333,7 @@ def test_a_missing_extra_is_named() -> None:
     assert "pip install '.[worker]'" in done.stderr
 
 
-def test_an_extra_that_the_running_command_misses_is_named_too() -> None:
+def test_an_extra_that_is_missing_while_a_command_runs_is_named() -> None:
     """The worker imports torch and more only once its options are read."""
     code = (
         "import sys\nsys.argv = ['tokenmill', 'worker', '--model', 'x']\nsys.modules['prometheus_client'] = None\n"

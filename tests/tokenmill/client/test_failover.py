@@ -325,7 +325,7 @@ def test_a_cancel_that_fails_does_not_hide_the_error_of_a_map(
 
     with pytest.raises(KeyError, match="mine"):
         list(client.map(prompts()))
-    assert "unfinished jobs go on" in caplog.text
+    assert "unfinished jobs keep running" in caplog.text
 
     async def scene(client: AsyncClient) -> list[Any]:
         return await gathered(client.map(prompts()))
@@ -333,7 +333,7 @@ def test_a_cancel_that_fails_does_not_hide_the_error_of_a_map(
     own_redis.start()
     with pytest.raises(KeyError, match="mine"):
         in_async(client, scene)
-    assert caplog.text.count("unfinished jobs go on") == 2
+    assert caplog.text.count("unfinished jobs keep running") == 2
 
 
 def hang(server: RedisServer) -> None:

@@ -1,4 +1,4 @@
-"""A wait for a job that Redis has lost ends; a wait for a job that Redis never had goes on: the job may still come."""
+"""A wait ends for a job that Redis has lost; for a job that Redis never had it continues, since the job may come."""
 
 from __future__ import annotations
 

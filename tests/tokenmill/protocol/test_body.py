@@ -296,7 +296,7 @@ def test_a_chat_is_a_list_of_plain_dicts_with_text_parts_joined() -> None:
     ]
 
 
-def test_a_refusal_that_is_sent_back_is_what_the_assistant_said() -> None:
+def test_a_refusal_that_is_sent_back_becomes_the_assistants_content() -> None:
     dumped = {"role": "assistant", "content": None, "refusal": "I can't.", "annotations": [], "audio": None}
     assert body(prompt=None, messages=[dumped, {**dumped, "content": "x"}]).chat == [
         {"role": "assistant", "content": "I can't."},

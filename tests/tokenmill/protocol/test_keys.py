@@ -18,7 +18,7 @@ def section(title: str) -> str:
     return PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
-def test_every_key_of_the_page_exists_here_and_no_other() -> None:
+def test_the_protocol_page_and_the_code_have_the_same_keys() -> None:
     rows = re.findall(r"^\| (`[^|]*) \|", section("Keys"), re.MULTILINE)
     documented = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
     keys = Keys("q")
@@ -42,12 +42,12 @@ def test_all_keys_share_the_hash_tag_of_their_queue() -> None:
     assert f"group `{GROUP}`" in PAGE
 
 
-def test_every_entry_field_of_the_page_is_known_and_no_other() -> None:
+def test_the_protocol_page_and_the_code_have_the_same_entry_fields() -> None:
     rows = re.findall(r"^\| (`[^|]*) \|", section("A job (stream entry)"), re.MULTILINE)
     assert {name.encode() for row in rows for name in re.findall(r"`([^`]+)`", row)} == _FIELDS
 
 
-def test_every_error_code_of_the_page_is_known_and_no_other() -> None:
+def test_the_protocol_page_and_the_code_have_the_same_error_codes() -> None:
     text = section("Final result").partition("Codes:")[2].partition(".")[0]
     assert {*re.findall(r"`([a-z_]+)`", text), "no_id"} == {code.value for code in ErrorCode}
     retryable = {code.value for code in ErrorCode if code.retryable}

@@ -153,7 +153,7 @@ class TestStart:
         assert queue.redis.ttl(queue.keys.job("a")) == -1
         assert 86_000 < queue.redis.ttl(queue.keys.out("a")) <= 86_400
 
-    def test_only_the_worker_that_holds_the_entry_can_start_it(self, queue: Queue) -> None:
+    def test_only_the_worker_that_holds_an_entry_can_start_the_job(self, queue: Queue) -> None:
         mine, other = queue.scripts("w1"), queue.scripts("w2")
         ref = queue.deliver(mine)
         assert start(other, ref).status is StartStatus.LOST
@@ -411,7 +411,7 @@ class TestFinalise:
         assert queue.redis.xrange(queue.keys.out("a")) == before
         assert queue.hash(queue.keys.group("g")) == {"total": "1", "succeeded": "1"}
 
-    def test_a_worker_that_lost_the_job_cannot_end_it(self, queue: Queue) -> None:
+    def test_a_worker_that_lost_a_job_cannot_end_the_job(self, queue: Queue) -> None:
         one, two = queue.scripts("w1"), queue.scripts("w2")
         ref = queue.deliver(one)
         start(one, ref)

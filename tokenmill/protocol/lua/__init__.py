@@ -48,7 +48,8 @@ def _sha(name: str, shebang: bool) -> str:
 def encode(**request: Any) -> bytes:
     """Encode a script's request as JSON, without the fields that are None.
 
-    cjson turns null into a value that is not nil. Bytes, and texts of megabytes, are arguments of their own behind it.
+    Nones are left out since cjson reads null as a value that is not nil. Bytes, and texts of megabytes, are separate
+    arguments after the request.
     """
     return orjson.dumps({name: value for name, value in request.items() if value is not None})
 
@@ -76,13 +77,16 @@ class _Shared:
         return list(reply[1:])
 
     def to_repeat(self, reply: Any, sent: bool) -> bool:
-        """Tell whether the server lacks the script, or cannot compile the `#!` line, which was `sent` or not."""
+        """Return whether to send the script again: the server lacks it, or cannot compile the `#!` line.
+
+        `sent`: whether the line was in the call.
+        """
         if isinstance(reply, NoScriptError):
             return True
         return isinstance(reply, ResponseError) and self.refused_shebang(reply, sent)
 
     def refused_shebang(self, error: ResponseError, sent: bool | None = None) -> bool:
-        """Tell whether the server could not compile the `#!` line; it is then left out of later calls.
+        """Return whether the server could not compile the `#!` line; the line is then left out of later calls.
 
         `sent`: whether the line was in the call; default: whether it is in calls now.
         """
@@ -159,7 +163,7 @@ class AsyncRunner(_Shared):
         self._execute: Callable[..., Any] = client.execute_command
 
     async def run(self, name: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
-        """As `Runner.run`."""
+        """Same as `Runner.run`."""
         times = 0
         while True:
             try:
@@ -175,7 +179,7 @@ class AsyncRunner(_Shared):
                     raise
 
     async def run_all(self, calls: Sequence[tuple[str, Sequence[str | bytes], Sequence[Any]]]) -> list[Any]:
-        """As `Runner.run_all`."""
+        """Same as `Runner.run_all`."""
         if len(calls) == 1:
             return [await self.run(*calls[0])]
         pipe = self.client.pipeline(transaction=False)

@@ -139,13 +139,13 @@ local function count_keys(tenant, group)
 end
 
 -- Add a job to the index `open`: ids of jobs that have no result yet, so that RECONCILE finds a job whose entry was deleted.
--- Score: ms of the last look at the entry; negative from the look on that found the entry missing.
+-- Score: ms of the last check that the entry exists; negative once a check found the entry missing.
 local function open_job(index, id)
   redis.pcall('ZADD', index, text(now_ms()), id)
 end
 
--- Count a tenant's jobs. A member of `booked` is `<lane> <entry>`, with the us of the last look at that entry as its score,
--- or `delayed <id>`, with a negative score, which is not counted here.
+-- Count a tenant's jobs. A member of `booked` is `<lane> <entry>`, whose score is the time (in us) of the last check of that
+-- entry, or `delayed <id>`, with a negative score, which is not counted here.
 local function used_by(booked)
   return redis.call('ZCOUNT', booked, 0, '+inf')
 end

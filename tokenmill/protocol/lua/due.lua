@@ -1,4 +1,4 @@
--- Move one delayed job into its lane if it is due, its id is free and no cap of `meta` stands against it. The member of
+-- Move one delayed job into its lane if it is due, its id is free and no cap of `meta` prevents it. The member of
 -- `delayed` gives the id, whatever the hash says. An unknown lane, and the first fields of too many, stay in the entry: the worker
 -- then refuses the entry, and the sender gets an error result.
 -- KEYS delayed delayed_job job result high normal low dead meta open
@@ -53,7 +53,7 @@ if max_per_tenant and own.tenant ~= '' then
   keep_only(keys.booked, 'zset')
   if used_by(keys.booked) >= max_per_tenant then prune(keys.booked, lanes, delayed) end
   if used_by(keys.booked) >= max_per_tenant then
-    -- The more jobs of the tenant wait, the later is the next look, so that repeated looks cost little.
+    -- The delay of the next try grows with the number of the tenant's jobs, so that repeated tries cost little.
     local pause = math.min(30000, math.max(1000, 10 * redis.call('ZCARD', keys.booked)))
     redis.call('ZADD', delayed, text(now_ms() + pause), id)
     return 'CAPPED'

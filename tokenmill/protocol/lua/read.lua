@@ -32,7 +32,7 @@ local function take_returned(name, most)
   while most > 0 and #due[name] > 0 do
     local first = table.remove(due[name], 1)
     redis.call('ZREM', returned, first.member)
-    -- An entry that is not idle for a lease has been taken in another way; a deleted entry is not claimed.
+    -- An entry that is not idle for a lease was taken over by a sweep; a deleted entry is not claimed.
     local found = redis.pcall('XCLAIM', lanes[name], request.consumer_group, request.consumer, lease, first.entry)
     if not found.err and found[1] then
       table.insert(taken[1], { name, first.entry, found[1][2] })
@@ -41,8 +41,8 @@ local function take_returned(name, most)
   end
 end
 
--- Half of the places; the clock decides about the odd place. Returned entries get more only where no new entry waits: a
--- tenant at its cap may have any number of jobs that are handed back again and again, and these must not starve new jobs.
+-- Half of the places; the clock decides which half an odd place goes to. Returned entries get more only where no new entry
+-- waits: a tenant at its cap may have any number of jobs that are handed back again and again, which must not starve new jobs.
 local odd = tonumber(redis.call('TIME')[2]) % 2
 for i, name in ipairs(names) do
   take_returned(name, math.floor((left + odd) / 2))

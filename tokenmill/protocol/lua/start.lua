@@ -13,8 +13,8 @@ local request = cjson.decode(ARGV[1])
 local consumer, name, entry = request.consumer, request.lane, request.entry
 local now = now_ms()
 
--- Return true if this tenant may have no further running job. Of entries that were deleted while they ran, a few are found
--- here at each call, and no longer counted.
+-- Return true if this tenant has reached its cap of running jobs. At the cap, each call also looks at a few of the counted
+-- entries, and removes those that were deleted while they ran.
 local function capped(cap, member)
   if redis.call('SISMEMBER', running_set, member) == 1 or redis.call('SCARD', running_set) < cap then return false end
   for _, other in ipairs(redis.call('SRANDMEMBER', running_set, 8)) do
@@ -24,7 +24,7 @@ local function capped(cap, member)
   return redis.call('SCARD', running_set) >= cap
 end
 
--- Hand the entry back for a while. The more entries wait in this way, the longer, so that repeated looks cost little.
+-- Hand the entry back for a delay that grows with the number of returned entries, so that repeated tries cost little.
 local function park(lease)
   local delay = math.floor(math.min(lease / 2, math.max(1000, 10 * redis.call('ZCARD', returned))))
   redis.call('XCLAIM', lane, request.consumer_group, consumer, 0, entry, 'IDLE', text(lease - delay), 'JUSTID')

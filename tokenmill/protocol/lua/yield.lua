@@ -1,4 +1,4 @@
--- Hand an entry back: it looks idle for `idle_ms` from now on, so that another worker takes it over once that reaches a lease.
+-- Hand an entry back: its idle time is `idle_ms` now, so that another worker takes it over once that time reaches a lease.
 -- KEYS lane job returned
 -- ARGV request {consumer_group, consumer, lane, entry, idle_ms, due_in_ms, graceful, count_start}
 --      due_in_ms: the next READ after that time takes the entry; absent: only sweeps find it. graceful: a job that this
