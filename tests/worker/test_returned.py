@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -15,8 +16,10 @@ from tokenmill.protocol.job import Identity
 from tokenmill.protocol.result import Result, Status
 from tokenmill.protocol.scripts import CancelReply, Delivery, Ref, Scripts, StartStatus
 from worker.cli import settings_from
+from worker.inbox import Inbox
 from worker.jobs.held import Held
 from worker.queue.intake import Intake
+from worker.queue.returner import Returner
 from worker.queue.sweeper import Sweeper
 
 BODY = {"prompt": "x", "max_tokens": 2}
@@ -244,3 +247,15 @@ def test_a_worker_stops_computing_a_job_at_its_lease_end_by_its_own_clock(
         assert queue.check_ending(job)["attempt"] >= 2
         assert queue.client.hmget(queue.keys.job(job), "tries", "deaths") == [b"1", b"0"]
         worker.at_rest()
+
+
+def test_the_connection_for_hand_backs_is_used_by_one_thread_at_a_time() -> None:
+    """A second connection would be opened, and refused after the password has changed."""
+    pings: list[str] = []
+    scripts = SimpleNamespace(client=SimpleNamespace(ping=lambda: pings.append("ping")))
+    returner = Returner(scripts, Held(), Inbox(), 30)  # type: ignore[arg-type]
+    with returner._in_use:
+        returner.keep_alive()
+    assert pings == []
+    returner.keep_alive()
+    assert pings == ["ping"]

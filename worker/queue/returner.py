@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import redis
@@ -28,6 +29,8 @@ class Returner:
         self._held = held
         self._inbox = inbox
         self._lease_seconds = lease_seconds
+        self._in_use = threading.Lock()
+        """Keeps the client to one connection: a second one would be refused after the password has changed."""
         self.draining = False
         """Whether this worker was asked to end and lets its running jobs finish."""
 
@@ -42,10 +45,11 @@ class Returner:
         for job in jobs:
             self._inbox.post(Drop(job.handle))
         handed = 0
-        for job in jobs:
-            if not self._yield(self._scripts, job, 0, graceful=graceful, count_start=not graceful):
-                break  # if Redis only times out, trying every job would take too long
-            handed += 1
+        with self._in_use:
+            for job in jobs:
+                if not self._yield(self._scripts, job, 0, graceful=graceful, count_start=not graceful):
+                    break  # if Redis only times out, trying every job would take too long
+                handed += 1
         log.info("jobs_handed_back", count=handed, of=len(jobs))
 
     def give_way(self, jobs: list[Job]) -> None:
@@ -72,7 +76,8 @@ class Returner:
         if not jobs:
             return
         try:
-            self._scripts.excuse([job.ref for job in jobs])
+            with self._in_use:
+                self._scripts.excuse([job.ref for job in jobs])
         except redis.RedisError as error:
             log.warning("drain_not_announced", count=len(jobs), message=str(error))
             return
@@ -85,7 +90,11 @@ class Returner:
         Raises:
             redis.RedisError: Redis cannot be reached.
         """
-        self._scripts.client.ping()
+        if self._in_use.acquire(blocking=False):  # otherwise another thread uses the connection now
+            try:
+                self._scripts.client.ping()
+            finally:
+                self._in_use.release()
 
     def _yield(self, scripts: Scripts, job: Job, delay_ms: int, graceful: bool, count_start: bool) -> bool:
         """Hand one entry back; return False if Redis cannot be reached: the entry's lease then runs out."""
