@@ -39,13 +39,15 @@ def main(url: str, queue: str) -> None:
             stop.wait(0.002)
             continue
         jobs = [(Ref(d.lane, d.entry, d.fields[b"id"].decode()), identify(d.fields), d.fields) for d in deliveries]
-        started = scripts.start_all([(ref, who, {"prompt_tokens": 3}) for ref, who, _ in jobs if who is not None])
+        started = scripts.start_all(
+            [(ref, identity, {"prompt_tokens": 3}) for ref, identity, _ in jobs if identity is not None]
+        )
         ends: list[tuple[Ref, Identity, Result, EndOptions]] = []
-        for (ref, who, fields), start in zip(jobs, started, strict=True):
-            if who is not None and start.status is StartStatus.OK:
+        for (ref, identity, fields), start in zip(jobs, started, strict=True):
+            if identity is not None and start.status is StartStatus.OK:
                 choices = (Choice(0, answer(fields[b"body"]), "stop"),)
-                result = Result(who.id, Status.SUCCEEDED, "stub", 1, "stub", choices, Usage(3, 2, 0))
-                ends.append((ref, who, result, {"fence": start.fence}))
+                result = Result(identity.id, Status.SUCCEEDED, "stub", 1, "stub", choices, Usage(3, 2, 0))
+                ends.append((ref, identity, result, {"fence": start.fence}))
         scripts.end_all(ends)
 
 

@@ -249,14 +249,14 @@ def test_a_strict_map_of_a_malformed_prompt_raises_and_leaves_no_job_behind(clie
 
 def restart(queue: Queue, first: list[str], second: list[str]) -> Steps:
     """A job `a` whose first worker dies after `first`; the second one says `second` and ends it."""
-    who, one, two = Identity("a"), queue.scripts("w1"), queue.scripts("w2")
+    identity, one, two = Identity("a"), queue.scripts("w1"), queue.scripts("w2")
     ref = queue.deliver(one)
     say(queue, one, ref, first)
     queue.redis.xclaim(queue.keys.lane("normal"), GROUP, "w2", 0, [ref.entry])
     fence = say(queue, two, ref, second[:-1])
     result = Result("a", Status.SUCCEEDED, choices=(Choice(0, "".join(second), "stop"),))
     last = [TokenWrite(len(second), 0, second[-1], 1)]
-    two.finalise(ref, who, result, fence=fence, published=len(second) - 1, events=last)
+    two.finalise(ref, identity, result, fence=fence, published=len(second) - 1, events=last)
     return two
 
 

@@ -306,10 +306,10 @@ def test_results_are_handed_out_while_there_is_no_room_for_the_next_job(
 def end(queue: Queue, job_id: str) -> None:
     """End a job that consumer `w1` has read."""
     ((entry, _),) = queue.redis.xrange(queue.keys.lane("normal"))
-    ref, who, scripts = Ref("normal", entry.decode(), job_id), Identity(job_id, stream=False), queue.scripts()
-    fence = scripts.start(ref, who, prompt_tokens=1).fence
+    ref, identity, scripts = Ref("normal", entry.decode(), job_id), Identity(job_id, stream=False), queue.scripts()
+    fence = scripts.start(ref, identity, prompt_tokens=1).fence
     result = Result(job_id, Status.SUCCEEDED, choices=(Choice(0, "done", "stop"),))
-    scripts.finalise(ref, who, result, fence=fence)
+    scripts.finalise(ref, identity, result, fence=fence)
 
 
 @pytest.mark.redis_server

@@ -30,10 +30,10 @@ def look(queue: Queue, scripts: Steps) -> int:
     return ended + scripts.reconcile(1000, look_ms=-1000)
 
 
-def run(scripts: Steps, ref: Ref, who: Identity) -> None:
-    started = scripts.start(ref, who, prompt_tokens=1)
+def run(scripts: Steps, ref: Ref, identity: Identity) -> None:
+    started = scripts.start(ref, identity, prompt_tokens=1)
     assert started.status is StartStatus.OK
-    scripts.finalise(ref, who, Result(ref.id, Status.SUCCEEDED), fence=started.fence, published=0)
+    scripts.finalise(ref, identity, Result(ref.id, Status.SUCCEEDED), fence=started.fence, published=0)
 
 
 class TestQuota:
@@ -58,9 +58,9 @@ class TestQuota:
         assert queue.hash(queue.keys.group("h")) == {"total": "1"}
 
     def test_the_same_id_as_a_bare_entry_counts_once(self, queue: Queue) -> None:
-        scripts, who = queue.scripts(), Identity("a", tenant="t", group="g")
+        scripts, identity = queue.scripts(), Identity("a", tenant="t", group="g")
         delete(queue, scripts.enqueue(JobEntry("a", BODY, tenant="t", group="g")))
-        run(scripts, queue.deliver(scripts, "a", tenant="t", group="g"), who)
+        run(scripts, queue.deliver(scripts, "a", tenant="t", group="g"), identity)
         assert queue.redis.get(queue.keys.quota("t")) == b"0"
         assert queue.hash(queue.keys.group("g")) == {"total": "1", "succeeded": "1"}
 
@@ -69,13 +69,13 @@ class TestQuota:
     def test_the_same_id_as_a_bare_entry_of_another_tenant_or_group_leaves_no_count(
         self, queue: Queue, other: dict[str, str], starts: bool
     ) -> None:
-        scripts, who = queue.scripts(), Identity("a", **other)
+        scripts, identity = queue.scripts(), Identity("a", **other)
         delete(queue, scripts.enqueue(JobEntry("a", BODY, tenant="t", group="g")))
         ref = queue.deliver(scripts, "a", **other)
         if starts:
-            run(scripts, ref, who)
+            run(scripts, ref, identity)
         else:
-            scripts.answer(ref, who, Result("a", Status.FAILED))
+            scripts.answer(ref, identity, Result("a", Status.FAILED))
         assert queue.redis.get(queue.keys.quota("t")) == b"0"
         assert not queue.redis.exists(queue.keys.booked("t"), queue.keys.booked("u"))
         assert queue.hash(queue.keys.group("g")) == {"total": "0"}
@@ -136,10 +136,10 @@ class TestReconcile:
         assert queue.hash(keys.job("stays"))["state"] == "queued"
 
     def test_a_deleted_lane_ends_its_queued_and_running_jobs(self, queue: Queue) -> None:
-        scripts, who = queue.scripts(), Identity("ran", tenant="t")
+        scripts, identity = queue.scripts(), Identity("ran", tenant="t")
         queue.redis.hset(queue.keys.meta, "max_running_per_tenant", 5)
         ref = queue.deliver(scripts, "ran", tenant="t")
-        scripts.start(ref, who, prompt_tokens=1)
+        scripts.start(ref, identity, prompt_tokens=1)
         waiting = [f"w{n}" for n in range(50)]
         for job_id in waiting:
             scripts.enqueue(JobEntry(job_id, BODY))

@@ -31,7 +31,7 @@ from tokenmill.protocol.replies import (
 from tokenmill.protocol.result import Choice, Result, Status
 
 BODY = b'{"prompt":"x"}'
-WHO = Identity("a")
+IDENTITY = Identity("a")
 
 
 def done(text: str = "", status: Status = Status.SUCCEEDED, job_id: str = "a") -> Result:
@@ -42,8 +42,8 @@ def bare(status: Status = Status.FAILED, job_id: str = "a") -> Result:
     return Result(job_id, status)
 
 
-def start(scripts: Steps, ref: Ref, who: Identity = WHO, **more: int) -> Started:
-    return scripts.start(ref, who, prompt_tokens=3, **more)
+def start(scripts: Steps, ref: Ref, identity: Identity = IDENTITY, **more: int) -> Started:
+    return scripts.start(ref, identity, prompt_tokens=3, **more)
 
 
 def batch(queue: Queue, *events: tuple[str, int, int, str]) -> TokenBatch:
@@ -172,7 +172,7 @@ class TestStart:
         ref = queue.deliver(scripts)
         queue.redis.delete(queue.keys.lane("normal"))
         assert start(scripts, ref).status is StartStatus.LOST
-        assert scripts.answer(ref, WHO, bare()) is Ending.LOST
+        assert scripts.answer(ref, IDENTITY, bare()) is Ending.LOST
         assert scripts.renew([ref]) == [ref]
         assert not scripts.yield_(ref, idle_ms=1)
 
@@ -190,8 +190,8 @@ class TestStart:
     def test_a_repeated_start_whose_reply_was_lost_starts_nothing(self, queue: Queue) -> None:
         scripts = queue.scripts()
         ref = queue.deliver(scripts)
-        first = scripts.start(ref, WHO, prompt_tokens=1, max_attempts=1, nonce="n1")
-        again = scripts.start(ref, WHO, prompt_tokens=1, max_attempts=1, nonce="n1")
+        first = scripts.start(ref, IDENTITY, prompt_tokens=1, max_attempts=1, nonce="n1")
+        again = scripts.start(ref, IDENTITY, prompt_tokens=1, max_attempts=1, nonce="n1")
         assert (again.status, again.fence, again.attempt) == (StartStatus.OK, first.fence, 1)
         assert len(queue.events()) == 1
 
@@ -252,7 +252,7 @@ class TestStart:
         started = start(scripts, ref)
         assert (started.status, started.reason) == (StartStatus.CANCELLED, "too late")
         assert queue.events() == []
-        assert scripts.answer(ref, WHO, bare(Status.CANCELLED)) is Ending.OK
+        assert scripts.answer(ref, IDENTITY, bare(Status.CANCELLED)) is Ending.OK
         assert [type(e) for e in queue.events()] == [StartEvent, FinalEvent]
         assert not queue.redis.exists(queue.keys.cancel("a"))
 
@@ -291,10 +291,12 @@ def take_over(queue: Queue, ref: Ref, consumer: str) -> None:
 
 def finish_one(queue: Queue, scripts: Steps, job_id: str = "a") -> Ref:
     ref = queue.deliver(scripts, job_id)
-    who = Identity(job_id)
-    fence = start(scripts, ref, who).fence
+    identity = Identity(job_id)
+    fence = start(scripts, ref, identity).fence
     events = [TokenWrite(1, 0, "hi", 1)]
-    assert scripts.finalise(ref, who, done("hi", job_id=job_id), fence=fence, published=0, events=events) is Ending.OK
+    assert (
+        scripts.finalise(ref, identity, done("hi", job_id=job_id), fence=fence, published=0, events=events) is Ending.OK
+    )
     return ref
 
 
@@ -374,13 +376,19 @@ class TestFinalise:
         scripts = queue.scripts(result_ttl_s=1000, stream_ttl_s=100)
         scripts.enqueue(JobEntry("a", BODY, group="g", tenant="t"))
         (delivery,) = scripts.read(1) or ()
-        ref, who = Ref(delivery.lane, delivery.entry, "a"), Identity("a", group="g", tenant="t")
-        start(scripts, ref, who)
+        ref, identity = Ref(delivery.lane, delivery.entry, "a"), Identity("a", group="g", tenant="t")
+        start(scripts, ref, identity)
         scripts.publish(batch(queue, ("a", 1, 1, "he")))
         queue.redis.set(queue.keys.cancel("a"), "late")
         result = done("hello")
         ending = scripts.finalise(
-            ref, who, result, fence=1, published=1, events=[TokenWrite(2, 0, "llo", 2, "[1,2]")], callback="https://x/"
+            ref,
+            identity,
+            result,
+            fence=1,
+            published=1,
+            events=[TokenWrite(2, 0, "llo", 2, "[1,2]")],
+            callback="https://x/",
         )
         assert ending is Ending.OK
         assert queue.redis.get(queue.keys.result("a")) == result.to_json()
@@ -402,12 +410,12 @@ class TestFinalise:
     def test_a_repeated_end_whose_reply_was_lost_is_a_duplicate_that_changes_nothing(self, queue: Queue) -> None:
         scripts = queue.scripts()
         ref = queue.deliver(scripts, group="g")
-        who = Identity("a", group="g")
-        start(scripts, ref, who)
-        assert scripts.finalise(ref, who, done(), fence=1, published=0) is Ending.OK
+        identity = Identity("a", group="g")
+        start(scripts, ref, identity)
+        assert scripts.finalise(ref, identity, done(), fence=1, published=0) is Ending.OK
         before = queue.redis.xrange(queue.keys.out("a"))
-        assert scripts.finalise(ref, who, done(), fence=1, published=0) is Ending.DUP
-        assert scripts.answer(ref, who, bare()) is Ending.DUP
+        assert scripts.finalise(ref, identity, done(), fence=1, published=0) is Ending.DUP
+        assert scripts.answer(ref, identity, bare()) is Ending.DUP
         assert queue.redis.xrange(queue.keys.out("a")) == before
         assert queue.hash(queue.keys.group("g")) == {"total": "1", "succeeded": "1"}
 
@@ -416,26 +424,28 @@ class TestFinalise:
         ref = queue.deliver(one)
         start(one, ref)
         take_over(queue, ref, "w2")
-        assert one.finalise(ref, WHO, done(), fence=1, published=0) is Ending.LOST
+        assert one.finalise(ref, IDENTITY, done(), fence=1, published=0) is Ending.LOST
         assert start(two, ref).fence == 2
         take_over(queue, ref, "w1")
-        assert one.finalise(ref, WHO, done(), fence=1, published=0) is Ending.LOST, "an old fence, though it holds it"
+        assert one.finalise(ref, IDENTITY, done(), fence=1, published=0) is Ending.LOST, (
+            "an old fence, though it holds it"
+        )
         take_over(queue, ref, "w2")
-        assert two.finalise(ref, WHO, done(), fence=2, published=0) is Ending.OK
-        assert one.finalise(ref, WHO, done(), fence=1, published=0) is Ending.DUP
+        assert two.finalise(ref, IDENTITY, done(), fence=2, published=0) is Ending.OK
+        assert one.finalise(ref, IDENTITY, done(), fence=1, published=0) is Ending.DUP
 
     def test_finalise_detects_lost_events_before_it_writes(self, queue: Queue) -> None:
         scripts = queue.scripts()
         ref = queue.deliver(scripts)
         start(scripts, ref)
         scripts.publish(batch(queue, ("a", 1, 1, "x")))
-        assert scripts.finalise(ref, WHO, done("xy"), fence=1, published=2) is Ending.GONE
+        assert scripts.finalise(ref, IDENTITY, done("xy"), fence=1, published=2) is Ending.GONE
         queue.redis.delete(queue.keys.out("a"))
-        assert scripts.finalise(ref, WHO, done("xy"), fence=1, published=1) is Ending.GONE
+        assert scripts.finalise(ref, IDENTITY, done("xy"), fence=1, published=1) is Ending.GONE
         assert not queue.redis.exists(queue.keys.result("a"))
         again = start(scripts, ref).fence
         events = [TokenWrite(1, 0, "xy", 2)]
-        assert scripts.finalise(ref, WHO, done("xy"), fence=again, published=0, events=events) is Ending.OK
+        assert scripts.finalise(ref, IDENTITY, done("xy"), fence=again, published=0, events=events) is Ending.OK
 
     def test_finalise_does_not_repeat_events_that_are_in_the_stream(self, queue: Queue) -> None:
         scripts = queue.scripts()
@@ -443,15 +453,15 @@ class TestFinalise:
         start(scripts, ref)
         scripts.publish(batch(queue, ("a", 1, 1, "x"), ("a", 1, 2, "y")))
         events = [TokenWrite(n, 0, text, 1) for n, text in ((2, "y"), (3, "z"))]
-        assert scripts.finalise(ref, WHO, done("xyz"), fence=1, published=1, events=events) is Ending.OK
+        assert scripts.finalise(ref, IDENTITY, done("xyz"), fence=1, published=1, events=events) is Ending.OK
         assert [e.id for e in queue.events()[:-1]] == ["1-0", "1-1", "1-2", "1-3"]
 
     def test_the_final_event_of_a_job_without_streaming_has_no_result(self, queue: Queue) -> None:
         scripts = queue.scripts()
         ref = queue.deliver(scripts, stream="0")
-        who = Identity("a", stream=False)
-        start(scripts, ref, who)
-        assert scripts.finalise(ref, who, done("long"), fence=1, published=0) is Ending.OK
+        identity = Identity("a", stream=False)
+        start(scripts, ref, identity)
+        assert scripts.finalise(ref, identity, done("long"), fence=1, published=0) is Ending.OK
         raw = [fields for _, fields in queue.redis.xrange(queue.keys.out("a"))]
         assert raw[-1] == {b"type": b"final", b"status": b"succeeded"}
         assert len(raw) == 2
@@ -473,23 +483,23 @@ class TestFinalise:
         scripts = queue.scripts()
         scripts.enqueue(JobEntry("counted", BODY, tenant="t"))
         (delivery,) = scripts.read(1) or ()
-        who = Identity("bare", tenant="t")
+        identity = Identity("bare", tenant="t")
         ref = queue.deliver(scripts, "bare", tenant="t")
-        start(scripts, ref, who)
-        scripts.finalise(ref, who, done(job_id="bare"), fence=1, published=0)
+        start(scripts, ref, identity)
+        scripts.finalise(ref, identity, done(job_id="bare"), fence=1, published=0)
         assert queue.redis.get(queue.keys.quota("t")) == b"1"
         queue.redis.set(queue.keys.quota("t"), 0)
-        who = Identity("counted", tenant="t")
-        scripts.answer(Ref(delivery.lane, delivery.entry, "counted"), who, bare(job_id="counted"))
+        identity = Identity("counted", tenant="t")
+        scripts.answer(Ref(delivery.lane, delivery.entry, "counted"), identity, bare(job_id="counted"))
         assert queue.redis.get(queue.keys.quota("t")) == b"0"
 
     def test_groups_count_every_status_and_entries_added_without_enqueue(self, queue: Queue) -> None:
         scripts = queue.scripts()
         queue.redis.hset(queue.keys.group("g"), "expected", 4)
         for status in Status:
-            who = Identity(status.value, group="g")
+            identity = Identity(status.value, group="g")
             ref = queue.deliver(scripts, status.value, group="g")
-            assert scripts.answer(ref, who, bare(status, status.value)) is Ending.OK
+            assert scripts.answer(ref, identity, bare(status, status.value)) is Ending.OK
         counts = {status.value: "1" for status in Status}
         assert queue.hash(queue.keys.group("g")) == {"expected": "4", "total": "4", **counts}
 
@@ -506,7 +516,7 @@ class TestFinalise:
                 scripts.enqueue(JobEntry("b", BODY))
             assert scripts.renew([ref]) == []
             events = [TokenWrite(1, 0, "hello", 1)]
-            assert scripts.finalise(ref, WHO, done("hello"), fence=1, published=0, events=events) is Ending.OK
+            assert scripts.finalise(ref, IDENTITY, done("hello"), fence=1, published=0, events=events) is Ending.OK
             assert queue.depth() == 0
 
     def test_scripts_are_loaded_again_after_a_script_flush(self, queue: Queue) -> None:
@@ -514,7 +524,7 @@ class TestFinalise:
         ref = queue.deliver(scripts)
         start(scripts, ref)
         queue.redis.script_flush()
-        assert scripts.finalise(ref, WHO, done(), fence=1, published=0) is Ending.OK
+        assert scripts.finalise(ref, IDENTITY, done(), fence=1, published=0) is Ending.OK
 
     def test_a_crash_of_redis_keeps_owners_fences_and_published_events(self, own_redis: RedisServer) -> None:
         with own_redis.client() as client:
@@ -530,7 +540,7 @@ class TestFinalise:
             assert scripts.renew([ref]) == []
             assert [r.why for r in scripts.publish(batch(queue, ("a", 1, 1, "x")))] == [Why.REPEAT]
             assert start(scripts, ref).fence == 2
-            assert scripts.finalise(ref, WHO, done(), fence=2, published=0) is Ending.OK
+            assert scripts.finalise(ref, IDENTITY, done(), fence=2, published=0) is Ending.OK
 
 
 def test_bytes_and_texts_of_any_size_pass_through_the_scripts_unchanged(queue: Queue) -> None:
@@ -581,16 +591,16 @@ class TestForeignValues:
     ) -> None:
         self.spoil(queue, kind)
         scripts = queue.scripts()
-        who = Identity("a", group="g", tenant="t")
+        identity = Identity("a", group="g", tenant="t")
         if bare:
             ref = queue.deliver(scripts, group="g", tenant="t")
         else:
             scripts.enqueue(JobEntry("a", BODY, group="g", tenant="t"))
             (delivery,) = scripts.read(1) or ()
             ref = Ref(delivery.lane, delivery.entry, "a")
-        fence = start(scripts, ref, who).fence
+        fence = start(scripts, ref, identity).fence
         result = done(job_id="a")
-        ending = scripts.finalise(ref, who, result, fence=fence, published=0, events=[], callback="https://h/x")
+        ending = scripts.finalise(ref, identity, result, fence=fence, published=0, events=[], callback="https://h/x")
         assert ending is Ending.OK
         assert queue.depth() == 0
         assert pending(queue) == 0
@@ -610,7 +620,7 @@ class TestForeignValues:
         if starts:
             finish_one(queue, scripts)
         else:
-            assert scripts.answer(queue.deliver(scripts), WHO, bare()) is Ending.OK
+            assert scripts.answer(queue.deliver(scripts), IDENTITY, bare()) is Ending.OK
         assert [type(e) for e in queue.events()][:: len(queue.events()) - 1] == [StartEvent, FinalEvent]
         assert queue.depth() == 0
 
@@ -628,7 +638,7 @@ class TestAnswer:
         one.publish(batch(queue, ("a", 1, 1, "void")))
         take_over(queue, ref, "w2")
         dead = DeadLetter(ErrorCode.GAVE_UP, "three deaths", 3, b"b" * 70_000)
-        assert two.answer(ref, WHO, bare(), prompt_tokens=9, dead=dead) is Ending.OK
+        assert two.answer(ref, IDENTITY, bare(), prompt_tokens=9, dead=dead) is Ending.OK
         assert [e.id for e in queue.events()[:3]] == ["1-0", "1-1", "2-0"]
         assert queue.events()[2] == StartEvent("2-0", 2, "w2", 1, 9)
         ((_, letter),) = queue.redis.xrange(queue.keys.dead)
@@ -638,16 +648,16 @@ class TestAnswer:
             b"reason": b"three deaths", b"attempts": b"3", b"truncated": b"1",
         }  # fmt: skip
         with pytest.raises(ValueError, match="no choices"):
-            two.answer(ref, WHO, done())
+            two.answer(ref, IDENTITY, done())
 
     def test_a_malformed_second_entry_does_not_end_the_live_job(self, queue: Queue) -> None:
         scripts = queue.scripts()
         good = queue.deliver(scripts)
         start(scripts, good)
         twin = queue.deliver(scripts, body=b"{")
-        assert scripts.answer(twin, WHO, bare()) is Ending.DUP
+        assert scripts.answer(twin, IDENTITY, bare()) is Ending.DUP
         assert queue.depth() == 1
-        assert scripts.finalise(good, WHO, done(), fence=1, published=0) is Ending.OK
+        assert scripts.finalise(good, IDENTITY, done(), fence=1, published=0) is Ending.OK
 
     def test_an_entry_without_an_id_is_a_dead_letter(self, queue: Queue) -> None:
         scripts, other = queue.scripts(), queue.scripts("w2")
@@ -708,7 +718,7 @@ class TestLease:
         ref = queue.deliver(scripts)
         assert not scripts.remove_consumer("w1")
         assert pending(queue) == 1
-        scripts.answer(ref, WHO, bare())
+        scripts.answer(ref, IDENTITY, bare())
         assert scripts.remove_consumer("w1")
         assert scripts.remove_consumer("never seen")
         assert queue.redis.xinfo_consumers(queue.keys.lane("normal"), GROUP) == []
@@ -847,18 +857,18 @@ def test_cancel_and_finalise_in_any_order_leave_one_final_event_and_no_token_aft
 
 def interleave(queue: Queue, one: Steps, two: Steps, seed: int) -> None:
     rng, job_id = random.Random(seed), f"j{seed}"
-    who = Identity(job_id, tenant="t", group="g")
+    identity = Identity(job_id, tenant="t", group="g")
     one.enqueue(JobEntry(job_id, BODY, tenant="t", group="g"))
     (delivery,) = one.read(1) or ()
     ref = Ref(delivery.lane, delivery.entry, job_id)
     fences: dict[str, tuple[int, int]] = {}
 
     def run(scripts: Steps) -> None:
-        started = start(scripts, ref, who)
+        started = start(scripts, ref, identity)
         if started.status is StartStatus.OK:
             fences[scripts.consumer] = (started.fence, 0)
         elif started.status is StartStatus.CANCELLED:
-            scripts.answer(ref, who, bare(Status.CANCELLED, job_id))
+            scripts.answer(ref, identity, bare(Status.CANCELLED, job_id))
 
     def say(scripts: Steps) -> None:
         fence, n = fences.get(scripts.consumer, (0, 0))
@@ -868,7 +878,7 @@ def interleave(queue: Queue, one: Steps, two: Steps, seed: int) -> None:
     def end(scripts: Steps) -> None:
         fence, n = fences.get(scripts.consumer, (0, 0))
         if fence:
-            scripts.finalise(ref, who, done("x" * n, job_id=job_id), fence=fence, published=n)
+            scripts.finalise(ref, identity, done("x" * n, job_id=job_id), fence=fence, published=n)
 
     def steal() -> None:
         queue.redis.xclaim(queue.keys.lane("normal"), GROUP, "w2", 0, [ref.entry])
