@@ -12,8 +12,7 @@ from engine.build import CacheOptions, build_engine
 from engine.config import EngineConfig, ModelOptions
 from engine.engine import Engine
 from engine.request import Request, SamplingParams
-from engine.runner import Runner
-from engine.sampling.sampler import Sampled
+from engine.runner import Computed, Runner
 from engine.scheduling.plan import Plan
 from engine.scheduling.policy import Ints, OutputLengths
 
@@ -35,13 +34,13 @@ class Script:
         self.move = runner.move
         self.forget = runner.forget
 
-    def execute(self, plan: Plan) -> Sampled:
-        sampled = self._runner.execute(plan)
+    def launch(self, plan: Plan) -> Computed:
+        sampled = self._runner.launch(plan).result()
         ids = tuple(
             self._eos if seq.num_output_tokens + 1 >= self.ends[seq.request.id] else self._eos + 1 + number % 1000
             for number, seq in enumerate(plan.sampling)
         )
-        return dataclasses.replace(sampled, token_ids=ids)
+        return Computed(dataclasses.replace(sampled, token_ids=ids))
 
 
 @dataclass(frozen=True)

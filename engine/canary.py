@@ -62,7 +62,7 @@ class Canary:
             if plan.moves:
                 self._runner.move(plan)
             scheduler.moved()
-            token = self._runner.execute(plan).token_ids[0]
+            token = self._runner.launch(plan).result().token_ids[0]
             if token is None:
                 return "the model returned logits that are not finite"
             seq.num_computed_tokens = seq.num_tokens

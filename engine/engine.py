@@ -294,7 +294,7 @@ class Engine:
         any other error makes the requests suspects.
         """
         try:
-            sampled = self.runner.execute(plan)
+            sampled = self.runner.launch(plan).result()
         except torch.AcceleratorError:
             raise  # the device is lost: this process must stop, so that no further request is blamed for it
         except Exception as error:  # any error must end at most one request, not all of them

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,6 +19,28 @@ from kernels.attention.base import AttentionBatch
 from kernels.device import upload
 
 
+class InFlight(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> Sampled:
+        """Wait until the step is computed, and return what it sampled. Called once.
+
+        Raises:
+            torch.AcceleratorError: the device is lost.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A step that was computed when it was launched."""
+
+    sampled: Sampled
+
+    def result(self) -> Sampled:
+        return self.sampled
+
+
 class Runner(Protocol):
     """The interface that the engine calls to execute a step."""
 
@@ -25,8 +48,11 @@ class Runner(Protocol):
         """Copy the blocks of the plan: all of `swap_out`, then of `swap_in`, then of `copies`."""
         ...
 
-    def execute(self, plan: Plan) -> Sampled:
-        """Compute `plan.slices`; return one id for each sequence of `plan.sampling`, in order."""
+    def launch(self, plan: Plan) -> InFlight:
+        """Start to compute `plan.slices` and to sample one id for each sequence of `plan.sampling`, in order.
+
+        On a GPU this returns before the device has computed. If it raises, the step counts as not computed.
+        """
         ...
 
     def forget(self, seq: Sequence) -> None:
@@ -78,12 +104,12 @@ class ModelRunner:
                 _copy(pairs, source, target)
 
     @torch.inference_mode()
-    def execute(self, plan: Plan) -> Sampled:
+    def launch(self, plan: Plan) -> InFlight:
         batch = self.batch(plan)
         logits = self.model.forward(batch)
         rows = [self._row(seq) for seq in plan.sampling]
         prompts = self._prompt_logprobs(plan, logits[len(rows) :])
-        return dataclasses.replace(self.sampler.sample(logits[: len(rows)], rows), prompt_logprobs=prompts)
+        return Computed(dataclasses.replace(self.sampler.sample(logits[: len(rows)], rows), prompt_logprobs=prompts))
 
     def _prompt_logprobs(self, plan: Plan, logits: Tensor) -> tuple[tuple[TokenLogprobs, ...], ...]:
         """Return the prompt logprobs of each slice that has `prompt_rows`, whose logits are `[rows, vocab]`."""

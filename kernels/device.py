@@ -1,4 +1,4 @@
-"""Copies from the host to the device."""
+"""Copies between the host and the device that the host does not wait for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,32 @@ import torch
 from torch import Tensor
 
 
-def upload(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def upload(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return `values` as a tensor on the device. The copy to a GPU is from pinned memory, so the host does not wait."""
     made = torch.tensor(values, dtype=dtype)
     return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+
+
+class Download:
+    """Copies tensors of a device to pinned host memory, behind the work that was launched before.
+
+    On a CPU there is nothing to copy, and `wait` returns the tensors themselves.
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if not tensors or tensors[0].device.type == "cpu":
+            self._copies = tensors
+            return
+        self._copies = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors)
+        for copy, source in zip(self._copies, tensors, strict=True):
+            copy.copy_(source, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Wait until the copies are made, and return them: tensors of the host."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self._copies

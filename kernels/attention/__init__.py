@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 AUTO = "auto"
 """Stands for the first backend that runs on the device and accepts the spec."""
 _BACKENDS: dict[str, str] = {
+    "triton": "TritonBackend",
     "flash": "FlashBackend",
     "cpu": "CpuBackend",
     "reference": "ReferenceBackend",

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from engine.sampling.sampler import Sampled
+from engine.runner import Computed
 from engine.scheduling.plan import Plan
 from tests.chaos.jobs import LIMITS
 from tests.engine.stub import make_engine
@@ -24,14 +24,14 @@ from worker.service import main
 
 def load(settings: Any) -> Loaded:
     engine, runner = make_engine(garbage=os.getpid(), **LIMITS)
-    execute, pause = runner.execute, float(os.environ.get("CHAOS_STEP", "0"))
+    launch, pause = runner.launch, float(os.environ.get("CHAOS_STEP", "0"))
 
-    def slow(plan: Plan) -> Sampled:
+    def slow(plan: Plan) -> Computed:
         time.sleep(pause)
         runner.plans.clear()
-        return execute(plan)
+        return launch(plan)
 
-    runner.execute = slow  # type: ignore[method-assign]
+    runner.launch = slow  # type: ignore[method-assign]
     model = FakeModel()
     return Loaded(engine, model, Translator(settings, engine, model, Refusal))
 

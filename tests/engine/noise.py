@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.models.chat import Tokenizer
 from engine.request import Request, SamplingParams
+from engine.runner import Computed
 from engine.sampling.sampler import Row, Sampled, Sampler
 from engine.sampling.structured import Grammar
 from engine.scheduling.plan import Plan
@@ -42,10 +43,11 @@ class NoiseRunner:
     def move(self, plan: Plan) -> None:
         """There is nothing in the pool."""
 
-    def execute(self, plan: Plan) -> Sampled:
+    def launch(self, plan: Plan) -> Computed:
         if not plan.sampling:
-            return Sampled((), ())
-        return self.sampler.sample(torch.stack([self._logits(seq) for seq in plan.sampling]), self._rows(plan.sampling))
+            return Computed(Sampled((), ()))
+        logits = torch.stack([self._logits(seq) for seq in plan.sampling])
+        return Computed(self.sampler.sample(logits, self._rows(plan.sampling)))
 
     def forget(self, seq: Seq) -> None:
         self.sampler.forget(seq.uid)

@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.outputs import Delta, Finished, StepOutput, TokenLogprobs
 from engine.request import Request, SamplingParams
-from engine.runner import ModelRunner
+from engine.runner import Computed, ModelRunner
 from engine.sampling.sampler import Row, Sampled, Sampler, token_logprobs
 from engine.sampling.structured import Grammar
 from engine.scheduling.block_manager import Moves
@@ -68,7 +68,7 @@ class StubRunner:
             for to, entries in copied:
                 target[to] = entries
 
-    def execute(self, plan: Plan) -> Sampled:
+    def launch(self, plan: Plan) -> Computed:
         self.plans.append(plan)
         for piece in plan.slices:
             if piece.seq.request.id in self.raises:
@@ -81,9 +81,9 @@ class StubRunner:
         prompts = tuple(self._prompt_logprobs(piece) for piece in plan.slices if piece.prompt_rows)
         rows = [self._logits(piece.seq) for piece in plan.slices for _ in piece.sampling]
         if not rows:
-            return Sampled((), (), prompts)
+            return Computed(Sampled((), (), prompts))
         sampled = self.sampler.sample(torch.stack(rows), [_row(seq) for seq in plan.sampling])
-        return dataclasses.replace(sampled, prompt_logprobs=prompts)
+        return Computed(dataclasses.replace(sampled, prompt_logprobs=prompts))
 
     def _prompt_logprobs(self, piece: Slice) -> tuple[TokenLogprobs, ...]:
         seq, rows = piece.seq, piece.prompt_rows

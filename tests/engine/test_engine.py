@@ -11,7 +11,7 @@ from engine.canary import CANARY_ID
 from engine.engine import Engine
 from engine.outputs import EngineBroken, Fault, Outcome, StepOutput
 from engine.request import InvalidRequest, PromptTooLong, Request
-from engine.sampling.sampler import Sampled
+from engine.runner import Computed
 from engine.scheduling.block_pool import IntegrityError
 from engine.scheduling.plan import Plan
 from engine.sequence import FinishReason
@@ -336,7 +336,7 @@ def test_a_lost_device_ends_the_engine_and_fails_no_request() -> None:
     def lost(plan: object) -> None:
         raise torch.AcceleratorError("an illegal memory access was encountered")
 
-    runner.execute = lost  # type: ignore[assignment, method-assign]
+    runner.launch = lost  # type: ignore[assignment, method-assign]
     with pytest.raises(torch.AcceleratorError):
         engine.step()
 
@@ -371,7 +371,7 @@ class TestCanary:
         def no_memory(plan: object) -> None:
             raise error
 
-        runner.execute = no_memory  # type: ignore[assignment, method-assign]
+        runner.launch = no_memory  # type: ignore[assignment, method-assign]
         outputs: list[StepOutput] = []
         with pytest.raises(EngineBroken):
             outputs.extend(steps(engine))
@@ -379,28 +379,28 @@ class TestCanary:
 
     def test_an_engine_that_runs_out_of_memory_for_one_long_request_only_is_not_broken(self) -> None:
         engine, runner = make_engine()
-        execute = runner.execute
+        launch = runner.launch
 
-        def small(plan: Plan) -> Sampled:
+        def small(plan: Plan) -> Computed:
             if any(piece.seq.num_tokens > 20 for piece in plan.slices):
                 raise torch.OutOfMemoryError("too long")
-            return execute(plan)
+            return launch(plan)
 
-        runner.execute = small  # type: ignore[method-assign]
+        runner.launch = small  # type: ignore[method-assign]
         finished = run(engine, request("long", [1] * 30), request("short", [2] * 5))
         assert finished["long"].fault is Fault.OUT_OF_MEMORY
         assert finished["short"].outcome is Outcome.SUCCEEDED
 
     def test_steps_that_raise_only_sometimes_end_no_request(self) -> None:
         engine, runner = make_engine()
-        execute, turn = runner.execute, itertools.count()
+        launch, turn = runner.launch, itertools.count()
 
-        def flaky(plan: Plan) -> Sampled:
+        def flaky(plan: Plan) -> Computed:
             if plan.slices[0].seq.request.id != CANARY_ID and next(turn) % 2 == 0:
                 raise RuntimeError("a passing fault")
-            return execute(plan)
+            return launch(plan)
 
-        runner.execute = flaky  # type: ignore[method-assign]
+        runner.launch = flaky  # type: ignore[method-assign]
         finished = run(engine, *(request(f"r{i}", [i + 1] * 5, 6, ignore_eos=True) for i in range(3)))
         assert {last.outcome for last in finished.values()} == {Outcome.SUCCEEDED}
 

@@ -14,7 +14,7 @@ import torch
 from engine.engine import Engine
 from engine.outputs import Fault, Finished, Outcome
 from engine.request import Request
-from engine.sampling.sampler import Sampled
+from engine.runner import Computed
 from engine.scheduling.plan import Plan
 from engine.scheduling.policy import PreemptionCost
 from engine.sequence import SequenceStatus
@@ -318,11 +318,11 @@ class SmallDevice(StubRunner):
     largest = 6
     seen: list[int]
 
-    def execute(self, plan: Plan) -> Sampled:
+    def launch(self, plan: Plan) -> Computed:
         self.seen.append(plan.num_tokens)
         if plan.num_tokens > self.largest:
             raise torch.OutOfMemoryError("the device is too small for this step")
-        return super().execute(plan)
+        return super().launch(plan)
 
 
 def small_device(largest: int) -> tuple[Engine, SmallDevice]:

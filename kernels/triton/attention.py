@@ -1,0 +1,356 @@
+"""Paged attention in Triton: prefill, chunks and decodes by one kernel, long contexts split over programs.
+
+The keys of a sequence are cut into segments of `SEGMENT` positions, counted from position 0, and a segment into tiles.
+Within a segment the softmax is computed online, tile after tile (Milakov, Gimelshein 2018; Dao et al. 2022); segments
+are merged in their order. A program computes all segments of its rows (`whole`), or a single one (`split`), in which
+case a second kernel merges them by the same operations. So a row has the same bits, split or whole, whatever the
+chunk, the block size and its neighbours: a masked position adds exact zeros.
+
+A program's rows are consecutive tokens of a sequence times the query heads that share a KV head ("grouped heads").
+All lengths are read from device memory, so that a CUDA graph can replay a launch on other lengths.
+
+Shapes: T rows of the batch, S sequences, W work items, H query heads, K KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton.launch import launch
+
+SEGMENT = 256
+"""Key positions that one program of a split decode computes."""
+WHOLE = 1 << 30
+"""A segment that no context exceeds."""
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How one launch cuts the work."""
+
+    rows: int
+    """Query rows (tokens times grouped heads) of a program; a power of two, at least 16."""
+    keys: int
+    """Key positions of a tile; a power of two."""
+    segment: int
+    """Key positions of a segment, a multiple of `keys`."""
+    warps: int
+    stages: int
+
+    def tokens(self, group: int) -> int:
+        """Tokens of a program with `group` query heads to a KV head."""
+        return self.rows // group
+
+
+def tiles(dtype: torch.dtype, dim: int, group: int) -> tuple[Tile, Tile]:
+    """Return the tile of decodes and other short pieces, and that of longer pieces.
+
+    Registers and shared memory of each are in `kernels/triton/resources.json`; other sizes were tried there and spill.
+    """
+    rows = max(16, triton.next_power_of_2(group))
+    short = Tile(rows, 64, SEGMENT, warps=8, stages=2)
+    if dtype == torch.float32:
+        return short, short
+    return short, Tile(max(64, rows), 64 if dim <= 128 else 32, WHOLE, warps=8, stages=2)
+
+
+@triton.jit
+def _tiles(
+    q,
+    k,
+    v,
+    table,
+    positions,
+    low,
+    high,
+    context,
+    window,
+    scale,
+    cap,
+    block_stride,
+    token_stride,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Online softmax over the key positions `[low, high)`: maxima (base 2), sums and unnormalised outputs."""
+    dims = tl.arange(0, WIDTH)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in range(low, high, KEYS):
+        at = start + tl.arange(0, KEYS)
+        inside = at < context
+        blocks = tl.load(table + at // BLOCK, mask=inside, other=0).to(tl.int64)
+        places = blocks * block_stride + (at % BLOCK) * token_stride
+        mask = inside
+        keys = tl.load(k + places[None, :] + dims[:, None], mask=mask[None, :] & (dims < DIM)[:, None], other=0.0)
+        scores = tl.dot(q, keys, input_precision="ieee") * scale
+        if SOFTCAP:
+            scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+        visible = at[None, :] <= positions[:, None]
+        if WINDOW:
+            visible &= at[None, :] > positions[:, None] - window
+        scores = tl.where(visible, scores, float("-inf"))
+        new = tl.maximum(highest, tl.max(scores, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(highest - base)
+        total = tl.fma(total, shrink, tl.sum(weights, 1))
+        values = tl.load(v + places[:, None] + dims[None, :], mask=mask[:, None] & (dims < DIM)[None, :], other=0.0)
+        out = tl.dot(weights.to(values.dtype), values, out * shrink[:, None], input_precision="ieee")
+        highest = new
+    return highest, total, out
+
+
+@triton.jit
+def _merge(highest, total, out, part_highest, part_total, part_out):
+    """Add a segment to what the segments before it gave."""
+    new = tl.maximum(highest, part_highest)
+    base = tl.where(new == float("-inf"), 0.0, new)
+    old, added = tl.exp2(highest - base), tl.exp2(part_highest - base)
+    total = tl.fma(total, old, part_total * added)
+    out = tl.fma(out, tl.broadcast_to(old[:, None], out.shape), part_out * added[:, None])
+    return new, total, out
+
+
+@triton.jit
+def _place(
+    work,
+    starts,
+    contexts,
+    window,
+    TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """The rows of this program's work item, and the key positions that they see.
+
+    Returns the sequence (-1: padding), for each row its token in the batch, head in the group, position and whether it
+    is one, then the context, the first position that a row sees and the position behind the last.
+    """
+    sequence = tl.load(work + tl.program_id(0) * 2)
+    first = tl.load(work + tl.program_id(0) * 2 + 1)
+    at = tl.maximum(sequence, 0)
+    begin = tl.load(starts + at)
+    count = tl.load(starts + at + 1) - begin
+    context = tl.load(contexts + at)
+    rows = tl.arange(0, ROWS)
+    tokens = first + rows // GROUP
+    real = (rows < TOKENS * GROUP) & (tokens < count)
+    positions = tl.where(real, context - count + tokens, -1)
+    high = tl.minimum(context - count + first + TOKENS, context)
+    low = 0
+    if WINDOW:
+        low = tl.maximum(context - count + first - window + 1, 0)
+    return sequence, begin + tokens, rows % GROUP, positions, real, context, low, high
+
+
+@triton.jit(do_not_specialize=["window", "splits"])
+def _attend(
+    q,
+    k,
+    v,
+    out,
+    stats,
+    tables,
+    contexts,
+    starts,
+    work,
+    window,
+    splits,
+    scale,
+    cap,
+    q_stride,
+    table_stride,
+    block_stride,
+    token_stride,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Program (work item, KV head, segment).
+
+    SPLIT: `out` is fp32 `[W, K, splits, ROWS, D]` and `stats` fp32 `[W, K, splits, 2, ROWS]`; otherwise `out` is
+    `[T, H, D]`, `stats` is not used, and there is one segment program for all segments.
+    """
+    head = tl.program_id(1)
+    sequence, rows, in_group, positions, real, context, low, high = _place(
+        work, starts, contexts, window, TOKENS, GROUP, ROWS, WINDOW
+    )
+    if sequence >= 0:
+        dims = tl.arange(0, WIDTH)
+        heads = head * GROUP + in_group
+        offsets = rows.to(tl.int64) * q_stride + heads * DIM
+        mask = real[:, None] & (dims < DIM)[None, :]
+        query = tl.load(q + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+        table = tables + sequence.to(tl.int64) * table_stride
+        k += head * DIM
+        v += head * DIM
+        lowest = low // KEYS * KEYS
+        if SPLIT:
+            segment = low // SEGMENT + tl.program_id(2)
+            begin = tl.maximum(segment * SEGMENT, lowest)
+            end = tl.minimum(segment * SEGMENT + SEGMENT, high)
+            if begin < end:
+                highest, total, partial = _tiles(
+                    query, k, v, table, positions, begin, end, context, window, scale, cap, block_stride, token_stride,
+                    BLOCK, ROWS, KEYS, DIM, WIDTH, WINDOW, SOFTCAP,
+                )  # fmt: skip
+                item = (tl.program_id(0) * tl.num_programs(1) + head).to(tl.int64) * splits + tl.program_id(2)
+                lines = tl.arange(0, ROWS)
+                tl.store(stats + item * (2 * ROWS) + lines, highest, mask=real)
+                tl.store(stats + item * (2 * ROWS) + ROWS + lines, total, mask=real)
+                places = (item * ROWS + lines) * DIM
+                tl.store(out + places[:, None] + dims[None, :], partial, mask=mask)
+        else:
+            highest = tl.full([ROWS], float("-inf"), tl.float32)
+            total = tl.zeros([ROWS], tl.float32)
+            merged = tl.zeros([ROWS, WIDTH], tl.float32)
+            for segment in range(low // SEGMENT, (high + SEGMENT - 1) // SEGMENT):
+                begin = tl.maximum(segment * SEGMENT, lowest)
+                end = tl.minimum(segment * SEGMENT + SEGMENT, high)
+                part_highest, part_total, part = _tiles(
+                    query, k, v, table, positions, begin, end, context, window, scale, cap, block_stride, token_stride,
+                    BLOCK, ROWS, KEYS, DIM, WIDTH, WINDOW, SOFTCAP,
+                )  # fmt: skip
+                highest, total, merged = _merge(highest, total, merged, part_highest, part_total, part)
+            places = (rows.to(tl.int64) * (tl.num_programs(1) * GROUP) + heads) * DIM
+            result = merged / tl.where(real, total, 1.0)[:, None]
+            tl.store(out + places[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["window", "splits"])
+def _combine(
+    partial,
+    stats,
+    out,
+    contexts,
+    starts,
+    work,
+    window,
+    splits,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Program (work item, KV head): merge the segments that `_attend` computed apart."""
+    head = tl.program_id(1)
+    sequence, rows, in_group, _, real, _, low, high = _place(
+        work, starts, contexts, window, TOKENS, GROUP, ROWS, WINDOW
+    )
+    if sequence >= 0:
+        dims, lines = tl.arange(0, WIDTH), tl.arange(0, ROWS)
+        mask = real[:, None] & (dims < DIM)[None, :]
+        highest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        merged = tl.zeros([ROWS, WIDTH], tl.float32)
+        first = low // SEGMENT
+        base = (tl.program_id(0) * tl.num_programs(1) + head).to(tl.int64) * splits
+        for number in range((high + SEGMENT - 1) // SEGMENT - first):
+            item = base + number
+            part_highest = tl.load(stats + item * (2 * ROWS) + lines, mask=real, other=float("-inf"))
+            part_total = tl.load(stats + item * (2 * ROWS) + ROWS + lines, mask=real, other=0.0)
+            places = (item * ROWS + lines) * DIM
+            part = tl.load(partial + places[:, None] + dims[None, :], mask=mask, other=0.0)
+            highest, total, merged = _merge(highest, total, merged, part_highest, part_total, part)
+        places = (rows.to(tl.int64) * (tl.num_programs(1) * GROUP) + head * GROUP + in_group) * DIM
+        result = merged / tl.where(real, total, 1.0)[:, None]
+        tl.store(out + places[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Where the rows of a batch are, int32 on the device."""
+
+    tables: Tensor
+    """`[S, blocks]`: block ids; what lies behind a context is never read."""
+    contexts: Tensor
+    """`[S]`: valid keys."""
+    starts: Tensor
+    """`[S + 1]`: sequence s has the rows `[starts[s], starts[s + 1])`, its last ones."""
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lengths: Lengths,
+    work: Tensor,
+    tile: Tile,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    splits: int = 1,
+) -> None:
+    """Causal attention of the rows of `work` over a paged cache; writes their rows of `out`.
+
+    Args:
+        q: `[T, H, D]`, heads without gaps.
+        k, v: `[blocks, block size, K, D]` views of the pool; all but the first dimension without gaps.
+        out: `[T, H, D]` without gaps.
+        work: int32 `[W, 2]`: sequence and first token (counted from the sequence's first row) of an item of
+            `tile.tokens(H / K)` tokens. Sequence -1 is padding.
+        window: a row at position p sees the positions > p - window.
+        softcap: scores become `cap * tanh(score / cap)`.
+        splits: 1, or at least the number of segments that any row of `work` sees; then each has a program of its own.
+    """
+    heads, dim = q.shape[1], q.shape[2]
+    kv_heads = k.shape[2]
+    group, width = heads // kv_heads, max(16, triton.next_power_of_2(dim))
+    # Scores are in base 2. A soft-cap's tanh(x) is 1 - 2 / (e^(2x) + 1): its argument is scaled instead, and the cap.
+    factor, cap = (scale * _LOG2_E, 0.0) if softcap is None else (2 * scale / softcap * _LOG2_E, softcap * _LOG2_E)
+    shape: dict[str, Any] = {
+        "GROUP": group,
+        "TOKENS": tile.tokens(group),
+        "ROWS": tile.rows,
+        "SEGMENT": tile.segment,
+        "DIM": dim,
+        "WIDTH": width,
+        "WINDOW": window is not None,
+    }
+    items, split = work.shape[0], splits > 1
+    target, stats = out, out
+    if split:
+        target = torch.empty((items, kv_heads, splits, tile.rows, dim), dtype=torch.float32, device=q.device)
+        stats = torch.empty((items, kv_heads, splits, 2, tile.rows), dtype=torch.float32, device=q.device)
+    # Multiplications and additions stay apart, so that the merge has the same bits in both kernels.
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+    launch(
+        _attend, (items, kv_heads, splits),
+        q, k, v, target, stats, lengths.tables, lengths.contexts, lengths.starts, work, window or 0, splits,
+        factor, cap, q.stride(0), lengths.tables.stride(0), k.stride(0), k.stride(1),
+        BLOCK=k.shape[1], KEYS=tile.keys, SOFTCAP=softcap is not None, SPLIT=split, **shape, **options,
+    )  # fmt: skip
+    if split:
+        launch(
+            _combine, (items, kv_heads),
+            target, stats, out, lengths.contexts, lengths.starts, work, window or 0, splits, **shape,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
