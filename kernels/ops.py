@@ -1,21 +1,36 @@
 """The small operations between the matrix products: compiled kernels that pass over memory once, or else torch.
 
-Each computes every row independently of the other rows, in a fixed order. They round where `kernels.ops_reference`
-rounds; only sums and `exp` differ in their last bits.
+On a CPU they are C++ (`kernels.native`), on a GPU Triton (`kernels.triton.ops`). Each computes every row independently
+of the other rows, in a fixed order. They round where `kernels.ops_reference` rounds; only sums and `exp` differ in
+their last bits.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kernels import native
 from kernels import ops_reference as reference
+from kernels import triton as gpu
 from kernels.ops_reference import rotary
 
 __all__ = ["add_rms_norm", "argmax", "gelu_mul", "quantize", "rms_norm", "rotary", "silu_mul", "softcap"]
+
+_GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class _Operations(Protocol):
+    """What `kernels.ops_reference` and `kernels.triton.ops` have in common."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+    def gelu_mul(self, gate_up: Tensor) -> Tensor: ...
+    def softcap(self, x: Tensor, cap: float) -> Tensor: ...
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -25,7 +40,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     library = _library(x, weight=weight)
     if library is None:
-        return reference.rms_norm(x, weight, eps)
+        return _other("norm", x, weight=weight).rms_norm(x, weight, eps)
     out = torch.empty_like(x)
     _norm(library, None, x, weight, out, eps)
     return out
@@ -35,7 +50,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """Return the norm of `x + residual`, and the sum, which may overwrite `residual`."""
     library = _library(x, residual, weight=weight)
     if library is None:
-        return reference.add_rms_norm(x, residual, weight, eps)
+        return _other("norm", x, residual, weight=weight).add_rms_norm(x, residual, weight, eps)
     out = torch.empty_like(x)
     _norm(library, x, residual, weight, out, eps)
     return out, residual
@@ -45,7 +60,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """Return `silu(gate) * up`, `[T, intermediate]`, for `gate_up` of shape `[T, 2 * intermediate]`, gate first."""
     library = _library(gate_up)
     if library is None:
-        return reference.silu_mul(gate_up)
+        return _other("gate", gate_up).silu_mul(gate_up)
     rows, cols = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, cols))
     bf16 = gate_up.dtype == torch.bfloat16
@@ -57,7 +72,7 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     """Return `gelu(gate) * up`, as `silu_mul`, with the tanh form of GELU (Hendrycks and Gimpel 2016)."""
     library = _library(gate_up)
     if library is None:
-        return reference.gelu_mul(gate_up)
+        return _other("gate", gate_up).gelu_mul(gate_up)
     rows, cols = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, cols))
     bf16 = gate_up.dtype == torch.bfloat16
@@ -69,7 +84,7 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     """Return `cap * tanh(x / cap)` of `x` (`[rows, cols]`), computed in fp32. `x` may be overwritten."""
     library = _library(x)
     if library is None:
-        return reference.softcap(x, cap)
+        return _other("gate", x).softcap(x, cap)
     library.tm_softcap(x.data_ptr(), *x.shape, cap, x.dtype == torch.bfloat16, torch.get_num_threads())
     return x
 
@@ -131,3 +146,24 @@ def _library(*tensors: Tensor, weight: Tensor | None = None) -> Any | None:
         if x.dtype != dtype or x.device.type != "cpu" or not x.is_contiguous():
             return None
     return native.library()
+
+
+def _other(group: str, *tensors: Tensor, weight: Tensor | None = None) -> _Operations:
+    """Return the module for tensors that the C++ kernels do not support: Triton on a GPU, otherwise the reference.
+
+    If `kernels.triton.ops` does not load, its groups of kernels are disabled.
+    """
+    x = tensors[0]
+    if x.device.type != "cuda" or x.dtype not in _GPU_DTYPES or not gpu.enabled(group):
+        return reference
+    if weight is not None and not weight.is_contiguous():
+        return reference
+    if any(y.dtype != x.dtype or not y.is_contiguous() for y in tensors):
+        return reference
+    try:
+        found: _Operations = importlib.import_module("kernels.triton.ops")
+    except (ImportError, OSError) as error:
+        for name in ("norm", "gate"):
+            gpu.disable(name, f"kernels.triton.ops does not load: {error}")
+        return reference
+    return found

@@ -174,6 +174,7 @@ def pretend_gpu() -> Iterator[Gpu]:
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
         mock.patch("torch.cuda.mem_get_info", return_value=(_FREE, 2 * _FREE)),
         mock.patch("kernels.attention.triton._kernels", side_effect=ValueError("Triton compiles for no pretended GPU")),
+        mock.patch("kernels.triton._installed", return_value=False),
         mock.patch("torch.tensor", _tensor(torch.tensor)),
         mock.patch.object(Tensor, "pin_memory", _itself),
         torch.inference_mode(),  # autograd would look for the device before an operation gets here

@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels.attention.base import AttentionBatch, CacheSpec
 from kernels.attention.plain import PlainBackend
 from kernels.device import upload
+from kernels.triton import enabled
 
 if TYPE_CHECKING:
     from kernels.triton.attention import Lengths, Tile
@@ -78,6 +79,8 @@ class TritonBackend(PlainBackend):
         norms: tuple[Tensor, Tensor, float] | None = None,
         rotation: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
+        if not enabled("write"):
+            return super().write_rotated(layer, qkv, batch, norms=norms, rotation=rotation)
         k, v = self._kv[:, layer, 0], self._kv[:, layer, 1]
         queries: Tensor = self._write.write_rotated(qkv, k, v, batch.slots, norms=norms, rotation=rotation)
         return queries
