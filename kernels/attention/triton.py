@@ -140,11 +140,11 @@ class TritonBackend(PlainBackend):
             [x for s in chosen for first in range(0, counts[s], tile.tokens(group)) for x in (s, first)]
             for tile, chosen in plans
         ]
-        parts = [tables, [*batch.context_lens], [*batch.cu_seqlens], *items]
+        parts = [tables, [*range(batch.num_sequences)], [*batch.context_lens], [*batch.cu_seqlens], *items]
         packed = upload([i for part in parts for i in part], torch.int32, self._kv.device)
-        flat, contexts, starts, *work = torch.split(packed, [len(part) for part in parts])
+        flat, places, contexts, starts, *work = torch.split(packed, [len(part) for part in parts])
         return _Call(
-            self._attention.Lengths(flat.view(-1, width), contexts, starts),
+            self._attention.Lengths(flat.view(-1, width), places, contexts, starts),
             tuple(
                 _Part(tile, item.view(-1, 2), max(batch.context_lens[s] for s in chosen))
                 for (tile, chosen), item in zip(plans, work, strict=True)

@@ -1,1 +1,47 @@
-"""Kernels in Triton, for NVIDIA GPUs. Importing a module of this package needs the package `triton`."""
+"""Kernels in Triton, for NVIDIA GPUs, and which of them are in use. The modules of this package need `triton`.
+
+A kernel whose check fails at start is disabled for the whole process, and its callers take the reference in torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+
+NAMES = ("attention", "write", "norm", "gate", "sampler", "moe", "matmul", "quantize")
+"""Groups of kernels that are enabled and disabled together."""
+
+_disabled: dict[str, str] = {}
+
+
+def enabled(name: str) -> bool:
+    """Return whether a group of kernels may be used: Triton is installed, and the group was not disabled."""
+    return name not in _disabled and _installed()
+
+
+def disable(name: str, reason: str) -> None:
+    """Use the reference in torch instead of a group of kernels from now on; the first reason is kept.
+
+    Raises:
+        ValueError: there is no group of this name.
+    """
+    if name not in NAMES:
+        raise ValueError(f"no group of Triton kernels is named {name!r}; there are: {', '.join(NAMES)}")
+    _disabled.setdefault(name, reason)
+
+
+def disabled() -> Mapping[str, str]:
+    """Return the groups that were disabled, each with its reason."""
+    return MappingProxyType(_disabled)
+
+
+def enable_all() -> None:
+    """Forget which groups were disabled."""
+    _disabled.clear()
+
+
+@cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None

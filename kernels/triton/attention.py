@@ -93,9 +93,8 @@ def _tiles(
         at = start + tl.arange(0, KEYS)
         inside = at < context
         blocks = tl.load(table + at // BLOCK, mask=inside, other=0).to(tl.int64)
-        places = blocks * block_stride + (at % BLOCK) * token_stride
-        mask = inside
-        keys = tl.load(k + places[None, :] + dims[:, None], mask=mask[None, :] & (dims < DIM)[:, None], other=0.0)
+        offsets = blocks * block_stride + (at % BLOCK) * token_stride
+        keys = tl.load(k + offsets[None, :] + dims[:, None], mask=inside[None, :] & (dims < DIM)[:, None], other=0.0)
         scores = tl.dot(q, keys, input_precision="ieee") * scale
         if SOFTCAP:
             scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
@@ -108,7 +107,7 @@ def _tiles(
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(highest - base)
         total = tl.fma(total, shrink, tl.sum(weights, 1))
-        values = tl.load(v + places[:, None] + dims[None, :], mask=mask[:, None] & (dims < DIM)[None, :], other=0.0)
+        values = tl.load(v + offsets[:, None] + dims[None, :], mask=inside[:, None] & (dims < DIM)[None, :], other=0.0)
         out = tl.dot(weights.to(values.dtype), values, out * shrink[:, None], input_precision="ieee")
         highest = new
     return highest, total, out
@@ -166,6 +165,7 @@ def _attend(
     out,
     stats,
     tables,
+    places,
     contexts,
     starts,
     work,
@@ -204,7 +204,8 @@ def _attend(
         offsets = rows.to(tl.int64) * q_stride + heads * DIM
         mask = real[:, None] & (dims < DIM)[None, :]
         query = tl.load(q + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
-        table = tables + sequence.to(tl.int64) * table_stride
+        place = tl.maximum(tl.load(places + sequence), 0)
+        table = tables + place.to(tl.int64) * table_stride
         k += head * DIM
         v += head * DIM
         lowest = low // KEYS * KEYS
@@ -221,8 +222,8 @@ def _attend(
                 lines = tl.arange(0, ROWS)
                 tl.store(stats + item * (2 * ROWS) + lines, highest, mask=real)
                 tl.store(stats + item * (2 * ROWS) + ROWS + lines, total, mask=real)
-                places = (item * ROWS + lines) * DIM
-                tl.store(out + places[:, None] + dims[None, :], partial, mask=mask)
+                offsets = (item * ROWS + lines) * DIM
+                tl.store(out + offsets[:, None] + dims[None, :], partial, mask=mask)
         else:
             highest = tl.full([ROWS], float("-inf"), tl.float32)
             total = tl.zeros([ROWS], tl.float32)
@@ -235,9 +236,9 @@ def _attend(
                     BLOCK, ROWS, KEYS, DIM, WIDTH, WINDOW, SOFTCAP,
                 )  # fmt: skip
                 highest, total, merged = _merge(highest, total, merged, part_highest, part_total, part)
-            places = (rows.to(tl.int64) * (tl.num_programs(1) * GROUP) + heads) * DIM
+            offsets = (rows.to(tl.int64) * (tl.num_programs(1) * GROUP) + heads) * DIM
             result = merged / tl.where(real, total, 1.0)[:, None]
-            tl.store(out + places[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
+            tl.store(out + offsets[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["window", "splits"])
@@ -275,12 +276,12 @@ def _combine(
             item = base + number
             part_highest = tl.load(stats + item * (2 * ROWS) + lines, mask=real, other=float("-inf"))
             part_total = tl.load(stats + item * (2 * ROWS) + ROWS + lines, mask=real, other=0.0)
-            places = (item * ROWS + lines) * DIM
-            part = tl.load(partial + places[:, None] + dims[None, :], mask=mask, other=0.0)
+            offsets = (item * ROWS + lines) * DIM
+            part = tl.load(partial + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
             highest, total, merged = _merge(highest, total, merged, part_highest, part_total, part)
-        places = (rows.to(tl.int64) * (tl.num_programs(1) * GROUP) + head * GROUP + in_group) * DIM
+        offsets = (rows.to(tl.int64) * (tl.num_programs(1) * GROUP) + head * GROUP + in_group) * DIM
         result = merged / tl.where(real, total, 1.0)[:, None]
-        tl.store(out + places[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + offsets[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +289,9 @@ class Lengths:
     """Where the rows of a batch are, int32 on the device."""
 
     tables: Tensor
-    """`[S, blocks]`: block ids; what lies behind a context is never read."""
+    """`[rows, blocks]`: block ids; what lies behind a context is never read."""
+    places: Tensor
+    """`[S]`: row of `tables` that holds the blocks of each sequence; -1 for a sequence of padding (context 0)."""
     contexts: Tensor
     """`[S]`: valid keys."""
     starts: Tensor
@@ -344,8 +347,8 @@ def attend(
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
     launch(
         _attend, (items, kv_heads, splits),
-        q, k, v, target, stats, lengths.tables, lengths.contexts, lengths.starts, work, window or 0, splits,
-        factor, cap, q.stride(0), lengths.tables.stride(0), k.stride(0), k.stride(1),
+        q, k, v, target, stats, lengths.tables, lengths.places, lengths.contexts, lengths.starts, work,
+        window or 0, splits, factor, cap, q.stride(0), lengths.tables.stride(0), k.stride(0), k.stride(1),
         BLOCK=k.shape[1], KEYS=tile.keys, SOFTCAP=softcap is not None, SPLIT=split, **shape, **options,
     )  # fmt: skip
     if split:

@@ -111,14 +111,14 @@ def test_items_of_padding_and_stale_table_entries_are_ignored() -> None:
     backend = cache.backend
     assert isinstance(backend, TritonBackend)
     call = backend._upload(batch, 2)
-    tables = torch.full((2, 40), 2**30, dtype=torch.int32)
-    for s, table in enumerate(batch.block_tables):
-        tables[s, : len(table)] = torch.tensor(table)
+    tables, places = torch.full((5, 40), 2**30, dtype=torch.int32), torch.tensor([4, 1, -1], dtype=torch.int32)
+    for place, table in zip((4, 1), batch.block_tables, strict=True):
+        tables[place, : len(table)] = torch.tensor(table)
     items = torch.tensor([[0, 0], [-1, 0], [1, 0], [-1, 5]], dtype=torch.int32)
     q = torch.cat([cache.q[0][69:], cache.q[1][299:]])
     for splits in (1, 3):
         out = torch.full_like(q, torch.nan)
-        lengths = replace(call.lengths, tables=tables)
+        lengths = replace(call.lengths, tables=tables, places=places)
         attention.attend(
             q, backend._kv[:, 0, 0], backend._kv[:, 0, 1], out, lengths, items, SHORT, scale=0.25, splits=splits
         )
