@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.batch import Batch, Model
-from engine.outputs import TokenLogprobs
-from engine.sampling.sampler import Row, Sampled, Sampler, token_logprobs
+from engine.sampling.row import Computed, PromptRows, Row, Sampled
+from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Plan
 from engine.sequence import Sequence
 from kernels.attention.base import AttentionBatch
 from kernels.device import upload
+
+__all__ = ["Computed", "InFlight", "ModelRunner", "Runner"]
 
 
 class InFlight(Protocol):
@@ -29,16 +29,6 @@ class InFlight(Protocol):
             torch.AcceleratorError: the device is lost.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """A step that was computed when it was launched."""
-
-    sampled: Sampled
-
-    def result(self) -> Sampled:
-        return self.sampled
 
 
 class Runner(Protocol):
@@ -108,19 +98,7 @@ class ModelRunner:
         batch = self.batch(plan)
         logits = self.model.forward(batch)
         rows = [self._row(seq) for seq in plan.sampling]
-        prompts = self._prompt_logprobs(plan, logits[len(rows) :])
-        return Computed(dataclasses.replace(self.sampler.sample(logits[: len(rows)], rows), prompt_logprobs=prompts))
-
-    def _prompt_logprobs(self, plan: Plan, logits: Tensor) -> tuple[tuple[TokenLogprobs, ...], ...]:
-        """Return the prompt logprobs of each slice that has `prompt_rows`, whose logits are `[rows, vocab]`."""
-        found, at = [], 0
-        for piece in plan.slices:
-            if rows := piece.prompt_rows:
-                values = logits[at : at + len(rows), : self.sampler.num_ids].float().log_softmax(-1)
-                at += len(rows)
-                tokens = piece.seq.tokens[rows.start + 1 : rows.stop + 1]
-                found.append(tuple(token_logprobs(values, tokens, piece.seq.request.params.prompt_logprobs or 0)))
-        return tuple(found)
+        return self.sampler.sample(logits, rows, None, _prompt_rows(plan))
 
     def forget(self, seq: Sequence) -> None:
         self.sampler.forget(seq.uid)
@@ -170,6 +148,18 @@ class ModelRunner:
             eos_token_ids=self.eos_token_ids,
             matcher=seq.matcher,
         )
+
+
+def _prompt_rows(plan: Plan) -> list[PromptRows]:
+    """Return the slices of the plan whose prompt logprobs are requested."""
+    return [
+        PromptRows(
+            piece.seq.tokens[piece.prompt_rows.start + 1 : piece.prompt_rows.stop + 1],
+            piece.seq.request.params.prompt_logprobs or 0,
+        )
+        for piece in plan.slices
+        if piece.prompt_rows
+    ]
 
 
 def _copy(pairs: Iterable[tuple[int, int]], source: Tensor, target: Tensor) -> None:

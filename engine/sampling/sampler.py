@@ -12,61 +12,27 @@ kept, and how equal logits are sorted changes nothing.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.outputs import Logprob, TokenLogprobs
+from engine.outputs import TokenLogprobs
 from engine.request import SamplingParams
-from engine.sampling.structured import Matcher, apply_masks
+from engine.sampling.logprobs import token_logprobs
+from engine.sampling.noise import uniform
+from engine.sampling.row import Computed, Drawn, PromptRows, Row, Sampled
+from engine.sampling.structured import apply_masks
 from kernels.ops import argmax
+
+__all__ = ["Computed", "Drawn", "PromptRows", "Row", "Sampled", "Sampler", "token_logprobs", "uniform"]
 
 _TOP = 256
 """Number of highest logits that are sorted to find the limit of top_p, before all logits are sorted."""
 _MIN_TEMPERATURE = 1e-6
 _LARGEST = torch.finfo(torch.float32).max
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The sampler's input for one choice."""
-
-    uid: int
-    params: SamplingParams
-    noise_seed: int
-    index: int
-    """Index of the choice in its request."""
-    num_prompt_tokens: int
-    tokens: list[int]
-    """Prompt and output ids so far (read only)."""
-    eos_token_ids: frozenset[int]
-    matcher: Matcher | None = None
-
-    @property
-    def position(self) -> int:
-        """Index of the output id that is sampled now, from 0."""
-        return len(self.tokens) - self.num_prompt_tokens
-
-    @property
-    def banned(self) -> frozenset[int]:
-        """Ids that must not be sampled now: those of `params.bans`, and before `min_tokens` those that end the text."""
-        params = self.params
-        early = self.eos_token_ids | params.stop_token_ids if self.position < params.min_tokens else frozenset()
-        return early if params.bans is None else early | params.bans.now(self.tokens, self.position)
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """For each row the sampled id, or None if the logits of the row were not finite."""
-
-    token_ids: tuple[int | None, ...]
-    logprobs: tuple[TokenLogprobs | None, ...]
-    """For each row its logprobs; None if not requested."""
-    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
-    """For each slice with `prompt_rows`: logprobs of the prompt ids after these rows."""
 
 
 class Sampler:
@@ -80,13 +46,36 @@ class Sampler:
         self._columns: _Columns | None = None
         self._counts: dict[int, _Counts] = {}
 
-    def sample(self, logits: Tensor, rows: Seq[Row]) -> Sampled:
-        """Sample one id for each row.
+    def sample(
+        self, logits: Tensor, rows: Seq[Row], last: Tensor | None = None, prompts: Seq[PromptRows] = ()
+    ) -> Drawn:
+        """Sample one id for each row, and compute the requested logprobs of prompts.
 
         Args:
-            logits: `[R, vocab]`; may be overwritten.
+            logits: `[R + P, vocab]`: the rows that are sampled, then those of `prompts`; may be overwritten.
             rows: R rows.
+            last: int32 `[places]`: the last sampled id of each `Row.place`; needed only if a row has a pending id.
+            prompts: prompt rows, P in all.
         """
+        if last is not None:
+            rows = _with_pending(rows, last)
+        sampled = self._sample(logits[: len(rows)], rows)
+        if prompts:
+            found = self._prompt_logprobs(logits[len(rows) :], prompts)
+            sampled = dataclasses.replace(sampled, prompt_logprobs=found)
+        return Computed(sampled)
+
+    def _prompt_logprobs(self, logits: Tensor, prompts: Seq[PromptRows]) -> tuple[tuple[TokenLogprobs, ...], ...]:
+        found, at = [], 0
+        for prompt in prompts:
+            end = at + len(prompt.tokens)
+            values = logits[at:end, : self.num_ids].float().log_softmax(-1)
+            found.append(tuple(token_logprobs(values, prompt.tokens, prompt.top)))
+            at = end
+        return tuple(found)
+
+    def _sample(self, logits: Tensor, rows: Seq[Row]) -> Sampled:
+        """Sample one id for each row of `logits`, `[R, vocab]`, which may be overwritten."""
         logits = logits[:, : self.num_ids]
         places, are_finite = argmax(logits)
         highest, finite = places.tolist(), are_finite.tolist()
@@ -274,6 +263,15 @@ def _edge_in(values: Tensor, limit: Tensor, top_p: Tensor, total: Tensor) -> tup
     return values.gather(-1, place[:, None]), found
 
 
+def _with_pending(rows: Seq[Row], last: Tensor) -> Seq[Row]:
+    """Return the rows with their pending ids appended to their tokens."""
+    ids = last.tolist()
+    return [
+        dataclasses.replace(row, tokens=[*row.tokens, max(0, ids[row.place])], pending=False) if row.pending else row
+        for row in rows
+    ]
+
+
 def _settled(row: Row, highest: int) -> bool:
     """Return whether the row samples the id of its highest logit, and needs no other logit."""
     params = row.params
@@ -325,57 +323,3 @@ class _Counts:
             logits.sub_(self.output, alpha=params.frequency_penalty)
         if params.presence_penalty:
             logits.sub_((self.output > 0).float(), alpha=params.presence_penalty)
-
-
-def token_logprobs(values: Tensor, tokens: Seq[int], top: int) -> list[TokenLogprobs]:
-    """Return, for each row of `values`, the log-probability of its token and the `top` highest ones.
-
-    Args:
-        values: log-probabilities, `[R, ids]`.
-        tokens: R ids.
-        top: number of most likely ids; equal log-probabilities are ordered by id.
-    """
-    chosen = values.gather(-1, torch.tensor(tokens, device=values.device)[:, None]).squeeze(-1).tolist()
-    ranked = _ranked(values, top) if top else [()] * len(tokens)
-    return [TokenLogprobs(Logprob(token, mine), best) for token, mine, best in zip(tokens, chosen, ranked, strict=True)]
-
-
-def _ranked(values: Tensor, top: int) -> list[tuple[Logprob, ...]]:
-    """Return the `top` highest entries of each row, resolving the ties that `topk` leaves at its end."""
-    top = min(top, values.shape[-1])
-    best, ids = values.topk(top, dim=-1)
-    ties = ((values >= best[:, -1:]).sum(-1) > top).tolist()
-    rows = list(zip(best.tolist(), ids.tolist(), strict=True))
-    for i, tied in enumerate(ties):
-        if tied:
-            candidates = (values[i] >= best[i, -1]).nonzero().squeeze(-1)
-            rows[i] = values[i, candidates].tolist(), candidates.tolist()
-    return [
-        tuple(
-            Logprob(token, p) for p, token in sorted(zip(*row, strict=True), key=lambda pair: (-pair[0], pair[1]))[:top]
-        )
-        for row in rows
-    ]
-
-
-_MASK = (1 << 64) - 1
-
-
-def uniform(keys: Seq[tuple[int, int, int]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return a random number in [0, 1) for each (seed, choice, position); equal keys give equal numbers.
-
-    It has 52 random bits, not 53, so that its product with a total stays below the total after rounding. The method is
-    two rounds of the finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators,
-    2014).
-    """
-    seeds, choices, positions = (np.array([k[i] & _MASK for k in keys], dtype=np.uint64) for i in range(3))
-    with np.errstate(over="ignore"):
-        x = _mix(seeds + (choices + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
-        x = _mix(x + (positions + np.uint64(1)) * np.uint64(0xD1342543DE82EF95))
-    return (x >> np.uint64(12)).astype(np.float64) * 2.0**-52
-
-
-def _mix(x: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

@@ -47,7 +47,7 @@ class NoiseRunner:
         if not plan.sampling:
             return Computed(Sampled((), ()))
         logits = torch.stack([self._logits(seq) for seq in plan.sampling])
-        return Computed(self.sampler.sample(logits, self._rows(plan.sampling)))
+        return Computed(self.sampler.sample(logits, self._rows(plan.sampling)).result())
 
     def forget(self, seq: Seq) -> None:
         self.sampler.forget(seq.uid)

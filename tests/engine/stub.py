@@ -82,7 +82,7 @@ class StubRunner:
         rows = [self._logits(piece.seq) for piece in plan.slices for _ in piece.sampling]
         if not rows:
             return Computed(Sampled((), (), prompts))
-        sampled = self.sampler.sample(torch.stack(rows), [_row(seq) for seq in plan.sampling])
+        sampled = self.sampler.sample(torch.stack(rows), [_row(seq) for seq in plan.sampling]).result()
         return Computed(dataclasses.replace(sampled, prompt_logprobs=prompts))
 
     def _prompt_logprobs(self, piece: Slice) -> tuple[TokenLogprobs, ...]:

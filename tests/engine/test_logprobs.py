@@ -27,7 +27,7 @@ GOLDEN = (-0.407606, -1.407606, -2.407606)
 
 
 def sampled(logits: list[float], **params: Any) -> TokenLogprobs:
-    (found,) = Sampler(len(logits)).sample(torch.tensor([logits]), [row(**params)]).logprobs
+    (found,) = Sampler(len(logits)).sample(torch.tensor([logits]), [row(**params)]).result().logprobs
     assert found is not None
     return found
 
@@ -72,14 +72,14 @@ def test_equal_ones_are_ordered_by_id_also_at_the_edge(count: int) -> None:
 
 
 def test_ids_that_the_tokenizer_lacks_have_no_share() -> None:
-    (found,) = Sampler(3).sample(torch.tensor([[2.0, 1.0, 0.0, 50.0]]), [row(logprobs=3)]).logprobs
+    (found,) = Sampler(3).sample(torch.tensor([[2.0, 1.0, 0.0, 50.0]]), [row(logprobs=3)]).result().logprobs
     assert found is not None
     assert [one.logprob for one in found.top] == pytest.approx(GOLDEN, abs=1e-5)
 
 
 def test_only_rows_that_request_logprobs_get_them() -> None:
     rows = [row(), row(logprobs=0), row(logprobs=2)]
-    found = Sampler(3).sample(torch.tensor([[2.0, 1.0, 0.0]] * 3), rows).logprobs
+    found = Sampler(3).sample(torch.tensor([[2.0, 1.0, 0.0]] * 3), rows).result().logprobs
     assert [None if one is None else len(one.top) for one in found] == [None, 0, 2]
 
 

@@ -19,7 +19,7 @@ from engine.engine import Engine
 from engine.models.loading import load_model
 from engine.outputs import Finished
 from engine.request import Request, SamplingParams
-from engine.sampling.sampler import Row, Sampled, Sampler
+from engine.sampling.sampler import Drawn, Row, Sampler
 from engine.sequence import SequenceStatus
 from tests.engine.stub import expect_idle, expect_short_outputs, preempt, steps
 from tests.models.reference import Reference, near_ties
@@ -177,10 +177,10 @@ class Recorder:
         self.logits: dict[tuple[int, int], Tensor] = {}
         sample = self.sample = Sampler.sample
 
-        def recording(sampler: Sampler, logits: Tensor, rows: list[Row]) -> Sampled:
-            for row, values in zip(rows, logits, strict=True):
+        def recording(sampler: Sampler, logits: Tensor, rows: list[Row], *others: Any) -> Drawn:
+            for row, values in zip(rows, logits, strict=False):
                 self.logits[row.noise_seed, row.position] = values.clone()
-            return sample(sampler, logits, rows)
+            return sample(sampler, logits, rows, *others)
 
         monkeypatch.setattr(Sampler, "sample", recording)
 

@@ -31,13 +31,13 @@ def row(
 
 
 def pick(logits: list[float], one: Row) -> int | None:
-    return Sampler(len(logits)).sample(torch.tensor([logits]), [one]).token_ids[0]
+    return Sampler(len(logits)).sample(torch.tensor([logits]), [one]).result().token_ids[0]
 
 
 def support(logits: list[float], draws: int = 400, **params: object) -> set[int | None]:
     """Which ids come out at all, over many seeds."""
     rows = [row(seed=s, **{"temperature": 1.0, **params}) for s in range(draws)]
-    return set(Sampler(len(logits)).sample(torch.tensor([logits] * draws), rows).token_ids)
+    return set(Sampler(len(logits)).sample(torch.tensor([logits] * draws), rows).result().token_ids)
 
 
 def test_temperature_zero_takes_the_highest_whatever_the_filters() -> None:
@@ -90,15 +90,15 @@ def test_a_flat_distribution_needs_more_than_the_sorted_top(top_p: float) -> Non
 def test_draws_follow_the_distribution() -> None:
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
     rows = [row(seed=s, temperature=1.0) for s in range(8000)]
-    out = Counter(Sampler(4).sample(probabilities.log().repeat(8000, 1), rows).token_ids)
+    out = Counter(Sampler(4).sample(probabilities.log().repeat(8000, 1), rows).result().token_ids)
     for i, p in enumerate(probabilities.tolist()):
         assert abs(out[i] / 8000 - p) < 5 * math.sqrt(p * (1 - p) / 8000)
 
 
 def test_ids_beyond_the_tokenizer_are_never_sampled() -> None:
     logits = torch.tensor([[0.0, 1.0, 50.0]])
-    assert Sampler(2).sample(logits.clone(), [row()]).token_ids == (1,)
-    assert Sampler(2).sample(logits.clone(), [row(temperature=5.0)]).token_ids[0] in (0, 1)
+    assert Sampler(2).sample(logits.clone(), [row()]).result().token_ids == (1,)
+    assert Sampler(2).sample(logits.clone(), [row(temperature=5.0)]).result().token_ids[0] in (0, 1)
 
 
 def test_a_row_does_not_depend_on_neighbours_order_or_history() -> None:
@@ -120,12 +120,12 @@ def test_a_row_does_not_depend_on_neighbours_order_or_history() -> None:
         row([3, 5, 5, 7], 2, seed=s, index=s % 3, **dict(zip(names, values, strict=True)))
         for s, values in enumerate(settings)
     ]
-    alone = [Sampler(500).sample(base[i : i + 1].clone(), [r]).token_ids[0] for i, r in enumerate(rows)]
+    alone = [Sampler(500).sample(base[i : i + 1].clone(), [r]).result().token_ids[0] for i, r in enumerate(rows)]
     sampler = Sampler(500)
     for order in ([*range(9)], [*reversed(range(9))], [2, 5], [8, 0, 3, 7], [*range(9)]):
         for r in rows:
             sampler.forget(r.uid)
-        out = sampler.sample(base[order].clone(), [rows[i] for i in order]).token_ids
+        out = sampler.sample(base[order].clone(), [rows[i] for i in order]).result().token_ids
         assert list(out) == [alone[i] for i in order]
 
 
@@ -162,7 +162,7 @@ def test_every_parameter_has_an_effect_alone_and_the_same_one_in_a_batch(name: s
         return [row([1, 7], 1, seed=seed, **options) for seed in range(60)]
 
     def sampled(rows: list[Row], at: list[int]) -> list[Any]:
-        done = Sampler(12).sample(logits[at].clone(), rows)
+        done = Sampler(12).sample(logits[at].clone(), rows).result()
         return list(zip(done.token_ids, done.logprobs, strict=True))
 
     changed = rows(EFFECTS[name])
@@ -176,7 +176,7 @@ def test_every_parameter_has_an_effect_alone_and_the_same_one_in_a_batch(name: s
 
 def test_choices_and_positions_get_noise_of_their_own() -> None:
     rows = [row([1] * (1 + n), index=i, seed=5, temperature=1.0) for i in range(4) for n in range(8)]
-    out = Sampler(1000).sample(torch.zeros(32, 1000), rows).token_ids
+    out = Sampler(1000).sample(torch.zeros(32, 1000), rows).result().token_ids
     assert len(set(out)) > 28
 
 
@@ -199,7 +199,7 @@ def test_noise_is_uniform_and_repeatable_for_any_seed() -> None:
 
 def edited(logits: list[float], one: Row) -> list[float]:
     tensor = torch.tensor([logits])
-    Sampler(len(logits)).sample(tensor, [one])
+    Sampler(len(logits)).sample(tensor, [one]).result()
     return [round(x, 4) for x in tensor[0].tolist()]
 
 
@@ -219,11 +219,11 @@ def test_counts_follow_the_tokens_through_steps_and_a_recompute() -> None:
     sampler = Sampler(8)
     one = row([1, 2], 2, frequency_penalty=1.0)
     for _ in range(4):
-        token = sampler.sample(torch.tensor([[0, 0, 0, 2.5, 0, 1.2, 0, 0]]), [one]).token_ids[0]
+        token = sampler.sample(torch.tensor([[0, 0, 0, 2.5, 0, 1.2, 0, 0]]), [one]).result().token_ids[0]
         one.tokens.append(token or 0)
     assert one.tokens[2:] == [3, 3, 5, 3]
-    fresh = Sampler(8).sample(torch.tensor([[0, 0, 0, 2.5, 0, 1.2, 0, 0]]), [one]).token_ids
-    assert sampler.sample(torch.tensor([[0, 0, 0, 2.5, 0, 1.2, 0, 0]]), [one]).token_ids == fresh
+    fresh = Sampler(8).sample(torch.tensor([[0, 0, 0, 2.5, 0, 1.2, 0, 0]]), [one]).result().token_ids
+    assert sampler.sample(torch.tensor([[0, 0, 0, 2.5, 0, 1.2, 0, 0]]), [one]).result().token_ids == fresh
 
 
 def test_bias_and_bans() -> None:
@@ -287,7 +287,9 @@ class TestBans:
             assert row(tokens, prompt, bans=bans).banned == set(scores[0].isneginf().nonzero().flatten().tolist())
 
     def test_log_probabilities_are_the_models_own(self) -> None:
-        sampled = Sampler(4).sample(torch.tensor([self.logits]), [row(bans=Bans(always=frozenset({0})), logprobs=1)])
+        sampled = (
+            Sampler(4).sample(torch.tensor([self.logits]), [row(bans=Bans(always=frozenset({0})), logprobs=1)]).result()
+        )
         assert sampled.logprobs[0] is not None
         assert sampled.logprobs[0].top[0].token_id == 0
 
@@ -300,17 +302,17 @@ class TestBans:
 def test_a_row_that_is_not_finite_gives_no_id_and_changes_no_other_row(bad: float, temperature: float) -> None:
     rows = [row(temperature=temperature, top_p=0.9, seed=s, frequency_penalty=0.1) for s in range(3)]
     good = torch.randn(3, 50)
-    expected = Sampler(50).sample(good.clone(), rows).token_ids
+    expected = Sampler(50).sample(good.clone(), rows).result().token_ids
     broken = good.clone()
     broken[1, 7] = bad
-    out = Sampler(50).sample(broken, rows).token_ids
+    out = Sampler(50).sample(broken, rows).result().token_ids
     assert out == (expected[0], None, expected[2])
 
 
 def test_a_finished_row_leaves_nothing_behind() -> None:
     sampler = Sampler(50)
     rows = [row(temperature=1.0, frequency_penalty=0.1) for _ in range(3)]
-    sampler.sample(torch.randn(3, 50), rows)
+    sampler.sample(torch.randn(3, 50), rows).result()
     for one in rows:
         sampler.forget(one.uid)
     assert (sampler._counts, sampler._uids, sampler._columns) == ({}, (), None)
@@ -328,8 +330,8 @@ def test_a_row_samples_the_same_id_alone_and_beside_any_other_rows() -> None:
         row(),
         row(min_tokens=5),
     ]
-    together = Sampler(290).sample(logits.clone(), rows)
-    alone = [Sampler(290).sample(logits[i : i + 1].float(), [one]) for i, one in enumerate(rows)]
+    together = Sampler(290).sample(logits.clone(), rows).result()
+    alone = [Sampler(290).sample(logits[i : i + 1].float(), [one]).result() for i, one in enumerate(rows)]
     assert together.token_ids == tuple(one.token_ids[0] for one in alone)
     assert together.logprobs == tuple(one.logprobs[0] for one in alone)
     assert together.token_ids[3] not in (None, best)
