@@ -62,6 +62,8 @@ class LoadedModel:
     """Why the implementation is not `fused`; empty if it is."""
     cache_shape: tuple[int, int, int]
     """Numbers of layers and KV heads, and head size."""
+    num_heads: int
+    """Query heads of a layer."""
     make: Callable[[AttentionBackend], Model]
     bucket: Callable[[int], int] = bucket
     """Rounds a number of rows up to a number that the model computes fast."""
@@ -69,7 +71,7 @@ class LoadedModel:
     def cache_spec(self, block_size: int) -> CacheSpec:
         """Return the spec of the model's KV cache, with blocks of `block_size` tokens."""
         layers, kv_heads, head_dim = self.cache_shape
-        return CacheSpec(layers, kv_heads, head_dim, block_size, self.dtype, self.device)
+        return CacheSpec(layers, kv_heads, head_dim, block_size, self.dtype, self.device, self.num_heads)
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
@@ -153,6 +155,7 @@ def _load_fused(
         implementation="fused",
         implementation_reason="",
         cache_shape=(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim),
+        num_heads=decoder.num_heads,
         make=lambda backend: Decoder(decoder, parameters, tables, backend),
         bucket=row_bucket(dtype) if device.type == "cpu" else bucket,
     )
@@ -226,6 +229,7 @@ def _load_transformers(
         implementation="transformers",
         implementation_reason=reason,
         cache_shape=shape,
+        num_heads=theirs.get_text_config().num_attention_heads,
         make=lambda backend: transformers_backend.TransformersModel(model, backend),
     )
 

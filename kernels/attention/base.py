@@ -29,6 +29,36 @@ class CacheSpec:
     """Tokens in a block; 0: the backend chooses, see the `spec` of the backend."""
     dtype: torch.dtype
     device: torch.device
+    num_heads: int = 0
+    """Query heads of a layer; 0: unknown before the first queries."""
+    batch_invariant: bool = False
+    """Whether a GPU's backend must compute a row with bits that its sequence alone decides, at a price."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceArrays:
+    """The lengths and block tables of a batch as int32 tensors on the device, where a CUDA graph finds them again.
+
+    S sequences. In a graph those after the real ones are padding: place -1 and context 0.
+    """
+
+    tables: Tensor
+    """`[places, blocks]`: block ids of every sequence that has a place; entries behind its context may be anything."""
+    places: Tensor
+    """`[S]`: row of `tables` of each sequence."""
+    contexts: Tensor
+    """`[S]`: number of tokens in the pool after the `write` of this step."""
+    starts: Tensor
+    """`[S + 1]`: sequence s has the rows `[starts[s], starts[s + 1])`."""
+    short: Tensor
+    """`[W, 2]`: sequence (-1: padding) and first token of each work item of a short piece, see
+    `AttentionBackend.tile_tokens`."""
+    long: Tensor
+    """`[W, 2]`: the same of longer pieces."""
+    longest_short: int
+    """At least the context of each short piece."""
+    longest_long: int
+    """At least the context of each longer piece."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +79,8 @@ class AttentionBatch:
     """S: number of tokens of each sequence whose K and V are in the pool after the `write` of this step."""
     block_tables: tuple[tuple[int, ...], ...]
     """S block tables, each with at least the blocks of `context_lens` tokens."""
+    arrays: DeviceArrays | None = None
+    """The same on the device, if the backend asked for it (`AttentionBackend.tile_tokens`)."""
 
     @property
     def num_sequences(self) -> int:
@@ -76,6 +108,8 @@ class AttentionBackend(ABC):
     """Types of devices on which the backend runs; None: all."""
     batch_invariant: ClassVar[bool] = False
     """Whether, on a CPU, the bits of a row never depend on the other rows, on chunks or on `block_size`."""
+    captures: ClassVar[bool] = False
+    """Whether a CUDA graph can hold the backend's launches: all that differs between steps is in `DeviceArrays`."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -94,6 +128,14 @@ class AttentionBackend(ABC):
     def runs_on(cls, device: torch.device) -> bool:
         """Return whether the backend runs on this type of device."""
         return cls.device_types is None or device.type in cls.device_types
+
+    @property
+    def tile_tokens(self) -> tuple[int, int] | None:
+        """Tokens of a work item of a short piece, and of a longer piece: a piece is short if one item holds it.
+
+        None: the backend reads the tuples of an `AttentionBatch`, not its `arrays`.
+        """
+        return None
 
     @property
     @abstractmethod
