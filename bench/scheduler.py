@@ -37,7 +37,8 @@ def step_times(running: int, waiting: int, steps: int = 400, block_size: int = 1
         begin = time.thread_time()
         plan = scheduler.schedule()
         scheduler.moved()
-        scheduler.commit(plan)
+        scheduler.launched(plan)
+        scheduler.settled(plan)
         if number >= 20:
             times.append(time.thread_time() - begin)
         for seq in plan.sampling:

@@ -21,7 +21,7 @@ from engine.runner import Runner
 from engine.sampling.sampler import Sampled
 from engine.sampling.text import TextStream, TokenBytes
 from engine.scheduling.deadlines import Deadlines
-from engine.scheduling.integrity import check_scheduler
+from engine.scheduling.integrity import check_idle, check_scheduler
 from engine.scheduling.plan import Plan
 from engine.scheduling.policy import PreemptionCost
 from engine.scheduling.scheduler import Scheduler
@@ -104,8 +104,6 @@ class Engine:
         self._furthest: dict[int, tuple[int, int]] = {}
         """Priority → the highest `Request.place` added so far."""
         self._steps = 0
-        self._prefix_queries = 0
-        self._prefix_hits = 0
 
     # ── adding and ending requests ────────────────────────────────────────────────────────────────────────────────
 
@@ -310,14 +308,11 @@ class Engine:
         return sampled
 
     def _commit(self, plan: Plan, sampled: Sampled, deltas: list[Delta], finished: list[Finished]) -> None:
-        for piece in plan.slices:
-            if piece.seq.num_cached_tokens is None:
-                self._prefix_queries += piece.seq.num_prompt_tokens
-                self._prefix_hits += piece.start
         asked = [piece.seq for piece in plan.slices if piece.prompt_rows]
         for seq, found in zip(asked, sampled.prompt_logprobs, strict=True):
             seq.prompt_logprobs += found
-        self.scheduler.commit(plan)
+        self.scheduler.launched(plan)
+        self.scheduler.settled(plan)
         for seq, token, logprobs in zip(plan.sampling, sampled.token_ids, sampled.logprobs, strict=True):
             if token is None:
                 message = "the model returned logits that are not finite"
@@ -408,8 +403,8 @@ class Engine:
             steps=self._steps,
             preemptions_recompute=self.scheduler.recomputes,
             preemptions_swap=self.scheduler.swaps,
-            prefix_queries=self._prefix_queries,
-            prefix_hits=self._prefix_hits,
+            prefix_queries=self.scheduler.prefix_queries,
+            prefix_hits=self.scheduler.prefix_hits,
         )
 
     def check_idle(self) -> str | None:
@@ -423,7 +418,7 @@ class Engine:
             engine.scheduling.block_pool.IntegrityError: the engine could give wrong text, or requests could wait
                 forever.
         """
-        return self.scheduler.check_idle()
+        return check_idle(self.scheduler)
 
     def check_integrity(self) -> None:
         """Check that requests, sequences and blocks are consistent with each other. Takes time linear in the pool.

@@ -95,8 +95,8 @@ class Sequence:
     """The state of one choice.
 
     A step moves `num_computed_tokens` (tokens whose K and V are in the pool) towards `num_tokens`; chunked prefill,
-    prefix hits, decoding and recomputing after a preemption are all cases of this rule. Everything that follows from
-    `tokens`, `num_computed_tokens` and `block_table` is a property, so that a preemption cannot make it stale.
+    prefix hits, decoding and recomputing after a preemption are all cases of this rule. What follows from `tokens`,
+    `num_pending`, `num_computed_tokens` and `block_table` is a property, so that a preemption cannot make it stale.
     """
 
     _uids = itertools.count()
@@ -111,6 +111,7 @@ class Sequence:
         "matcher",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_pending",
         "num_prompt_tokens",
         "num_sent_tokens",
         "overtaken",
@@ -136,9 +137,12 @@ class Sequence:
         self.rank: Rank = (state.turn, request.place, state.arrival, index)
         """Order of service: the lowest rank is served first. Unique, and the same before and after a preemption."""
         self.tokens: list[int] = list(request.prompt)
-        """Prompt ids, then output ids; append-only."""
+        """Prompt ids, then the known output ids; append-only."""
         self.num_prompt_tokens = len(self.tokens)
         self.num_computed_tokens = 0
+        self.num_pending = 0
+        """Number of ids after `tokens` that launched steps sample and that are not known yet: 0 or 1 when a step is
+        scheduled or launched."""
         self.num_cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache at the first admission; None before."""
         self.num_sent_tokens = 0
@@ -175,11 +179,18 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.tokens)
+        """Number of tokens, the pending one included."""
+        return len(self.tokens) + self.num_pending
 
     @property
     def num_output_tokens(self) -> int:
+        """Number of known output ids."""
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def ends_by_length(self) -> bool:
+        """Whether the output, the pending id included, has `max_tokens` ids."""
+        return len(self.tokens) + self.num_pending - self.num_prompt_tokens >= self.request.params.max_tokens
 
     @property
     def output_tokens(self) -> list[int]:
@@ -194,7 +205,7 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Number of tokens that are not computed: 1 while decoding, never 0 while the sequence is live."""
-        return len(self.tokens) - self.num_computed_tokens
+        return len(self.tokens) + self.num_pending - self.num_computed_tokens
 
     @property
     def max_tokens(self) -> int:

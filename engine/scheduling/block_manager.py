@@ -183,10 +183,10 @@ class BlockManager:
         for block in child.block_table:
             self.device.hold(block)
 
-    def register(self, seq: Sequence, start: int) -> None:
-        """Make the blocks findable that are full since token `start` was computed; call it after the forward pass."""
+    def register(self, seq: Sequence, first: int, end: int) -> None:
+        """Make the blocks `[first, end)` of `seq` findable; call it once they are computed and their ids are known."""
         if self.prefix_caching:
-            for i in range(start // self.block_size, seq.num_computed_tokens // self.block_size):
+            for i in range(first, end):
                 self.device.tag(seq.block_table[i], self.block_hash(seq, i))
 
     def _take(self) -> int:

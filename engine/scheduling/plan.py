@@ -1,4 +1,4 @@
-"""The work of one step: a `Plan`, which the scheduler makes, the runner executes, and `commit` or `abandon` ends."""
+"""The work of one step: a `Plan`, which the scheduler makes and the runner executes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Slice(NamedTuple):
     start: int
     num_tokens: int
     samples: bool
-    """Whether the slice ends at the last known token, so that the next token is sampled from its logits."""
+    """Whether the slice ends at the last token, so that the next token is sampled from its logits."""
     forks: tuple[Sequence, ...] = ()
     """Choices to fork after this slice: each samples its own token from the same logits and shares the blocks."""
 

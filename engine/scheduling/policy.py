@@ -15,6 +15,11 @@ from engine.sequence import Sequence
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
+def has_precedence(seq: Sequence, other: Sequence) -> bool:
+    """Return whether `seq` may be served in place of `other`: its lane is higher, and `other` has not aged past it."""
+    return seq.request.priority < other.request.priority and seq.rank < other.rank
+
+
 def victim(running: Seq[Sequence], device: BlockPool) -> Sequence:
     """Return the sequence to preempt: the sequence of the lowest lane that loses the fewest computed tokens for each
     block that its preemption frees.
@@ -97,6 +102,20 @@ class OutputLengths:
         longer = len(known) - first
         at = np.minimum(first + (self._QUANTILE * longer).astype(np.int64), len(known) - 1)
         return np.where(longer > 0, np.minimum(known[at] - done, most), most)
+
+
+def demand(sequences: Seq[Sequence], lengths: OutputLengths, block_size: int) -> int:
+    """Return the maximum number of blocks that sequences hold at once until all have ended at their expected lengths.
+
+    Args:
+        sequences: running sequences and those that may run with them; a block that two of them share counts twice.
+        lengths: predicts the lengths.
+        block_size: tokens in a block.
+    """
+    tokens = np.fromiter((seq.num_tokens for seq in sequences), np.int64)
+    prompts = np.fromiter((seq.num_prompt_tokens for seq in sequences), np.int64)
+    limits = np.fromiter((seq.max_tokens for seq in sequences), np.int64)
+    return peak(tokens, lengths.remaining(tokens - prompts, limits), block_size)
 
 
 def peak(tokens: Ints, remaining: Ints, block_size: int) -> int:

@@ -6,8 +6,10 @@ Decoding, chunked prefill, prefix hits and recomputing after a preemption are al
     1. running sequences: decodes, then prefill chunks; preempt a sequence where no block is free
     2. only if nothing was preempted: resume SWAPPED sequences, then admit WAITING ones
 
-`schedule()` reserves blocks, changes statuses and returns an immutable `Plan`. The caller makes the copies of the plan
-and calls `moved`; then the plan ends in exactly one `commit(plan)` or `abandon(plan)`.
+`schedule()` reserves blocks, changes statuses and returns an immutable `Plan`. The caller makes the copies of the plan,
+calls `moved` and launches the forward pass; then it calls `launched(plan)`, or `abandon(plan)` if the launch raised.
+Once the sampled ids are known it calls `settled(plan)`, in the order of the launches, and appends them. Until then they
+count as `Sequence.num_pending`, and the next step may be scheduled.
 """
 
 from __future__ import annotations
@@ -17,11 +19,9 @@ from collections import Counter
 from collections.abc import Iterable
 from operator import attrgetter
 
-import numpy as np
-
 from engine.config import EngineConfig
 from engine.scheduling import policy
-from engine.scheduling.block_manager import BlockManager, Hit, IntegrityError
+from engine.scheduling.block_manager import BlockManager, Hit
 from engine.scheduling.plan import Draft, Plan, Slice
 from engine.scheduling.waiting import WaitingQueue
 from engine.sequence import RequestState, Sequence, SequenceStatus
@@ -59,6 +59,8 @@ class Scheduler:
         """Tokens that a step may compute; lower for some steps after the device ran out of memory."""
         self.swaps = 0
         self.recomputes = 0
+        self.prefix_queries = self.prefix_hits = 0
+        """Number of prompt tokens looked up, and found, in the prefix cache."""
         self._watermark = int(config.watermark * config.num_blocks)
 
     # ── adding and ending sequences ───────────────────────────────────────────────────────────────────────────────
@@ -136,8 +138,11 @@ class Scheduler:
         )
 
     def _decodes_first(self, draft: Draft) -> list[Sequence]:
-        """Return the running sequences that are not on hold: those that decode, then those that prefill."""
-        running = [seq for seq in self.running if not seq.state.on_hold and draft.includes(seq)]
+        """Return the running sequences that decode, then those that prefill; not those that are on hold or end with
+        their pending id."""
+        running = [seq for seq in self.running if not (seq.state.on_hold or (seq.num_pending and seq.ends_by_length))]
+        if draft.only is not None:
+            running = [seq for seq in running if seq.state is draft.only]
         decoding = [seq for seq in running if seq.num_uncomputed_tokens == 1]
         if len(decoding) == len(running):
             return decoding
@@ -150,20 +155,27 @@ class Scheduler:
         draft.budget -= count
         allocate, end = self.blocks.allocate, seq.num_computed_tokens + count
         while seq.status is SequenceStatus.RUNNING and not allocate(seq, end):
+            if self._free_ending():
+                continue
             # The first sequence in the order of service is preempted only if it runs alone, so each step makes
             # progress. Sequences on hold compute nothing and are preempted before all others.
             on_hold = [other for other in self.running if other.state.on_hold]
             self._preempt(policy.victim(on_hold or self.running[1:] or self.running, self.blocks.device), draft)
+
+    def _free_ending(self) -> bool:
+        """Free the blocks of a sequence that ends with its pending id, if there is one: no step reads them again."""
+        for seq in self.running:
+            if seq.num_pending and seq.block_table and seq.ends_by_length:
+                self.blocks.free(seq)
+                return True
+        return False
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
         """Return how many tokens of a sequence the step computes, within `budget`."""
         count = seq.num_uncomputed_tokens
         if count == 1:
             return 1
-        count = min(count, budget)
-        if seq.wants_prompt_logprobs:
-            count = min(count, _PROMPT_LOGPROBS_CHUNK)
-        return count
+        return min(count, budget, _PROMPT_LOGPROBS_CHUNK) if seq.wants_prompt_logprobs else min(count, budget)
 
     def _preempt(self, seq: Sequence, draft: Draft) -> None:
         """Free the device blocks of a running sequence: swap it to the host tier if that is cheaper than recomputing
@@ -219,7 +231,7 @@ class Scheduler:
             self.waiting.pop()
             skipped.append(waiting)
         swapped = next((seq for seq in self.swapped if draft.includes(seq)), None)
-        if swapped is None or (waiting is not None and _has_precedence(waiting, swapped)):
+        if swapped is None or (waiting is not None and policy.has_precedence(waiting, swapped)):
             return waiting
         return swapped
 
@@ -234,10 +246,7 @@ class Scheduler:
         if free < self._watermark:
             return False
         together = [*self.running, *(() if seq.status is SequenceStatus.SWAPPED else self.swapped), seq]
-        tokens = np.fromiter((s.num_tokens for s in together), np.int64)
-        done = np.fromiter((s.num_output_tokens for s in together), np.int64)
-        limits = np.fromiter((s.max_tokens for s in together), np.int64)
-        need = policy.peak(tokens, self.lengths.remaining(done, limits), self.config.block_size)
+        need = policy.demand(together, self.lengths, self.config.block_size)
         refs = self.blocks.device.refs
         shared = sum(len(s.block_table) for s in self.running) - (self.config.num_blocks - self.blocks.num_free)
         shared += sum(1 for hit in hits if hit.block is not None and refs[hit.block])
@@ -251,7 +260,7 @@ class Scheduler:
         """
         if draft.num_started or not self._lower_lane_runs(seq):
             return False
-        lower = [running for running in self.running if _has_precedence(seq, running)]
+        lower = [running for running in self.running if policy.has_precedence(seq, running)]
         room = self.blocks.room_for(seq.num_tokens, hits) + sum(len(running.block_table) for running in lower)
         if not lower or room < 0:
             return False
@@ -326,26 +335,40 @@ class Scheduler:
         """Record that the copies of the last plan were made."""
         self.blocks.moved()
 
-    def commit(self, plan: Plan) -> None:
-        """Record that the forward pass ran: its tokens are computed, full blocks become findable, forks run."""
-        size = self.config.block_size
+    def launched(self, plan: Plan) -> None:
+        """Record that the forward pass was launched: tokens count as computed, sampled ids are pending, forks run."""
         for piece in plan.slices:
             seq = piece.seq
             seq.num_computed_tokens = piece.start + piece.num_tokens
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = piece.start
-            done, full = piece.start // size, seq.num_computed_tokens // size
-            if full > done:
-                self.blocks.register(seq, piece.start)
-                self.waiting.computed(self.blocks.block_hash(seq, i) for i in range(done, full))
-            if piece.samples and self.children and seq in self.children:
-                self._fork(seq, piece.forks)
+                self.prefix_queries += seq.num_prompt_tokens
+                self.prefix_hits += piece.start
+            if piece.samples:
+                seq.num_pending += 1
+                if self.children and seq in self.children:
+                    self._fork(seq, piece.forks)
         self.budget = min(self.config.max_num_batched_tokens, self.budget + max(1, self.budget // 16))
+
+    def settled(self, plan: Plan) -> None:
+        """Record that the sampled ids are known, before they are appended; full blocks become findable."""
+        size = self.config.block_size
+        for piece in plan.slices:
+            seq = piece.seq
+            if piece.samples:
+                seq.num_pending -= 1
+                for fork in piece.forks:
+                    fork.num_pending -= 1
+            done, full = piece.start // size, (piece.start + piece.num_tokens) // size
+            if done < full <= len(seq.block_table):  # a sequence that has ended or was preempted has no blocks
+                self.blocks.register(seq, done, full)
+                self.waiting.computed(self.blocks.block_hash(seq, i) for i in range(done, full))
 
     def _fork(self, seq: Sequence, children: Iterable[Sequence]) -> None:
         for child in children:
             self.children[seq].remove(child)
             child.num_cached_tokens = child.num_prompt_tokens
+            child.num_pending = 1
             self.blocks.fork(seq, child)
             self._join_running(child)
         self._queue_children(seq)
@@ -366,32 +389,8 @@ class Scheduler:
                 self.blocks.trim(piece.seq)
 
     def shrink(self, plan: Plan) -> None:
-        """Halve the token budget after the device ran out of memory over this plan; each commit raises it by 1/16."""
+        """Halve the token budget after the device ran out of memory over this plan; each step raises it by 1/16."""
         self.budget = max(1, plan.num_tokens // 2)
-
-    # ── self-check ────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def check_idle(self) -> str | None:
-        """Check that nothing is left of any request, while no sequence is live. Takes constant time.
-
-        Returns:
-            A message with the number of leaked blocks; None if no block leaked.
-
-        Raises:
-            IntegrityError: a sequence outlived its request, a block is findable under a hash that is not its own, or
-                so many blocks leaked that a sequence of the greatest length no longer fits.
-        """
-        if self.num_waiting or self.running or self.swapped:
-            raise IntegrityError("a sequence outlived its request")
-        leak = self.blocks.check_idle()
-        if leak is not None and self.blocks.num_free < self.blocks.blocks_for(self.config.capacity):
-            raise IntegrityError(f"{leak}; a sequence of {self.config.capacity} tokens no longer fits")
-        return leak
-
-
-def _has_precedence(seq: Sequence, other: Sequence) -> bool:
-    """Return whether `seq` may be served in place of `other`: its lane is higher, and `other` has not aged past it."""
-    return seq.request.priority < other.request.priority and seq.rank < other.rank
 
 
 def _remove(ordered: list[Sequence], seq: Sequence) -> None:

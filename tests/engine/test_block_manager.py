@@ -22,7 +22,7 @@ def compute(blocks: BlockManager, seq: Sequence) -> None:
     start = seq.num_computed_tokens
     assert blocks.allocate(seq, seq.num_tokens)
     seq.num_computed_tokens = seq.num_tokens
-    blocks.register(seq, start)
+    blocks.register(seq, start // blocks.block_size, seq.num_computed_tokens // blocks.block_size)
 
 
 def test_blocks_are_handed_out_in_order_and_come_back_last_first() -> None:
@@ -68,7 +68,7 @@ def test_nothing_is_findable_before_its_forward() -> None:
     blocks.allocate(a, 9)
     assert blocks.match(sequence(list(range(9)))) == []
     a.num_computed_tokens = 7
-    blocks.register(a, 0)
+    blocks.register(a, 0, 7 // blocks.block_size)
     assert blocks.match(sequence(list(range(9)))) == [Hit(0)]
 
 
@@ -146,7 +146,7 @@ def test_any_order_of_operations_keeps_the_pool_consistent(seed: int) -> None:
             start = seq.num_computed_tokens
             if blocks.allocate(seq, seq.num_tokens):
                 seq.num_computed_tokens = seq.num_tokens
-                blocks.register(seq, start)
+                blocks.register(seq, start // blocks.block_size, seq.num_computed_tokens // blocks.block_size)
             else:
                 blocks.trim(seq)
                 seq.tokens.pop()
