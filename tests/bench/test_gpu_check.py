@@ -1,25 +1,29 @@
-"""The check of a machine's GPU: what it finds, what it skips, and that its GPU part runs on a pretended one."""
+"""The check of a machine's GPU: what it finds, what it skips, its time boxes, and that it runs on a pretended GPU."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from functools import partial
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from bench import gpu_check
-from bench.gpu_check import Skip, Table, attention, parity, throughput, tiny_model
+from bench.gpu_check import kernels
+from bench.gpu_check.claims import claims
+from bench.gpu_check.parity import compare, tiny_model
+from bench.gpu_check.rows import ROWS, TOTAL_SECONDS
+from bench.gpu_check.table import Line, Row, Setup, Skip, Table, check
 from kernels.attention.reference import ReferenceBackend
-from tests.kernels.flash_stand_in import FlashStandIn
-from tests.pretend_gpu import pretend_gpu
-from tests.support import output_of
 
-CPU = torch.device("cpu")
+REDUCED = Setup(reduced=True)
+ON_CPU = Setup(reduced=True, device="cpu")
 SHAPE = ((2, 1, 16),)
+SCRIPT = Path(kernels.__file__).parents[1] / "gpu_check.sh"
 
 
 def fail(error: Exception) -> str:
@@ -37,24 +41,112 @@ def fail(error: Exception) -> str:
         (AssertionError("wrong"), "FAILED"),
     ],
 )
-def test_a_check_with_a_missing_package_is_skipped_and_a_wrong_result_fails(
-    error: Exception, result: str, capsys: pytest.CaptureFixture[str]
+def test_a_check_with_a_missing_package_is_skipped_and_a_wrong_result_fails(error: Exception, result: str) -> None:
+    assert check("what", lambda: fail(error)).result == result
+
+
+# ── rows in processes of their own ────────────────────────────────────────────────────────────────────────────────────
+
+
+def slow(setup: Setup) -> Iterator[Line]:
+    yield Line("first", "known")
+    time.sleep(60)
+    yield Line("second", "never")
+
+
+def dies(setup: Setup) -> Iterator[Line]:
+    yield Line("first", "known")
+    os._exit(3)
+
+
+def raises(setup: Setup) -> Iterator[Line]:
+    yield Line("first", "known")
+    raise ValueError("wrong")
+
+
+def wrong(setup: Setup) -> Iterator[Line]:
+    yield Line("first", "off", "FAILED")
+
+
+def fine(setup: Setup) -> Iterator[Line]:
+    yield Line("first", "known", values={"x": setup.seconds})
+
+
+def table_of(
+    name: str, monkeypatch: pytest.MonkeyPatch, *, box: float = 30, total: float = 60, proves: bool = True
+) -> Table:
+    """A table after one row, whose function is in this file."""
+    monkeypatch.setitem(sys.modules, "bench.gpu_check.made", sys.modules[__name__])
+    table = Table(Setup(), total)
+    table.run(Row("1", "row", box, f"made:{name}", proves=proves))
+    return table
+
+
+def results(table: Table) -> list[tuple[str, str]]:
+    return [(line.what, line.result) for _, _, line in table.lines]
+
+
+def test_a_row_that_outlasts_its_time_box_is_ended_and_keeps_the_lines_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = time.monotonic()
+    table = table_of("slow", monkeypatch, box=2)
+    assert results(table) == [("first", "ok"), ("row", "timeout")]
+    assert table.failed == ["row"]
+    assert time.monotonic() - begun < 20
+
+
+def test_a_row_whose_process_dies_fails_and_the_next_row_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = table_of("dies", monkeypatch)
+    assert results(table) == [("first", "ok"), ("row", "FAILED")]
+    assert "status 3" in table.lines[-1][2].detail
+    table.run(Row("2", "next", 30, "made:fine"))
+    assert results(table)[-1] == ("first", "ok")
+
+
+def test_a_row_that_raises_fails_and_a_measurement_that_fails_leaves_the_exit_status_alone(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    table = Table()
-    table.run("part", "what", partial(fail, error))
-    assert result in capsys.readouterr().out
-    assert (table.failed, table.done) == (int(result == "FAILED"), 0)
+    assert table_of("raises", monkeypatch).failed == ["row"]
+    assert table_of("raises", monkeypatch, proves=False).failed == []
+    assert table_of("wrong", monkeypatch).failed == ["first"]
 
 
-def test_no_check_begins_after_the_time_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    table = Table()
-    table.start -= 1000
-    table.run("part", "what", lambda: pytest.fail("it ran"))
-    assert "no time is left" in capsys.readouterr().out
+def test_no_row_begins_after_the_time_of_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert results(table_of("fine", monkeypatch, total=0)) == [("row", "timeout")]
+    assert table_of("fine", monkeypatch, box=40, total=20).values("1")["x"] <= 20
+
+
+def test_the_rows_fit_into_six_minutes_and_those_that_prove_something_come_first() -> None:
+    assert TOTAL_SECONDS + 4 < 355 <= int(SCRIPT.read_text().rpartition("--kill-after=4 ")[2].split()[0])
+    assert sorted(row.proves for row in ROWS) == [row.proves for row in ROWS][::-1]
+
+
+def test_a_claim_says_yes_only_if_all_of_its_values_hold() -> None:
+    table = Table(Setup(), 1)
+    row = Row("10", "steps", 1, "")
+    table.add(
+        row, 0, Line("8B", "", values={"floor 8B 1": 0.9, "floor 8B 32": 0.7, "idle 8B 128": 0.03, "ahead 1B": 2.0})
+    )
+    found = {line.what: line.result for _, line in claims(table)}
+    assert list(found.values()) == ["skipped", "no", "yes", "yes"]
+
+
+def test_the_table_as_json_has_every_line(tmp_path: Path) -> None:
+    table = Table(Setup(), 1)
+    table.add(Row("1", "row", 1, ""), 2.5, Line("what", "detail", "ok", {"x": 1.0}))
+    table.write(tmp_path / "t.json", {"gpu": "none"})
+    assert json.loads((tmp_path / "t.json").read_text()) == {
+        "gpu": "none",
+        "lines": [
+            {"row": "1", "seconds": 2.5, "what": "what", "detail": "detail", "result": "ok", "values": {"x": 1.0}}
+        ],
+    }
+
+
+# ── what the rows find ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_backend_that_is_slightly_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "largest error" in attention("reference", "bfloat16", CPU, SHAPE)
+    assert "largest error" in kernels.attention(ON_CPU, "reference", "bfloat16", SHAPE)
     right = ReferenceBackend.attend
 
     def wrong(self: ReferenceBackend, layer: int, q: Tensor, *args: object, **options: object) -> Tensor:
@@ -62,34 +154,23 @@ def test_a_backend_that_is_slightly_wrong_is_found(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(ReferenceBackend, "attend", wrong)
     with pytest.raises(ValueError, match="off by"):
-        attention("reference", "bfloat16", CPU, SHAPE)
+        kernels.attention(ON_CPU, "reference", "bfloat16", SHAPE)
 
 
 def test_a_backend_that_cannot_run_is_skipped_with_its_reason() -> None:
     with pytest.raises(Skip, match="does not run on cpu"):
-        attention("flash", "float16", CPU, SHAPE)
+        kernels.attention(ON_CPU, "flash", "float16", SHAPE)
 
 
-def test_the_gpu_part_runs_on_a_pretended_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "_POOL_BYTES", 4 << 20)
-    make = partial(tiny_model, tmp_path, "llama")
-    make()  # transformers must not find a library that is not installed
-    monkeypatch.setitem(sys.modules, "flash_attn", FlashStandIn("cuda"))  # type: ignore[arg-type]
-    prompts = gpu_check._random_prompts([257, 5])
-    with pretend_gpu():
-        for name in ("flash", "reference"):
-            assert "largest error" in attention(name, "float16", torch.device("cuda"), SHAPE)
-        with pytest.raises(Skip, match="float32"):
-            attention("flash", "float32", torch.device("cuda"), SHAPE)
-        assert parity(make, "cuda", "float16", prompts, 3).startswith("flash: ")
-        assert "flash bfloat16" in throughput(lambda: make()[0], "cuda", "flash", 2, 2)
+def test_an_operation_that_is_off_by_more_than_its_roundings_is_found() -> None:
+    want = torch.rand(100, dtype=torch.float64) + 1
+    kernels._units(want.float(), want)
+    with pytest.raises(ValueError, match="units of the last place"):
+        kernels._units((want * (1 + 1e-5)).float(), want)
+    with pytest.raises(ValueError, match="units of the last place"):
+        kernels._units(torch.full((100,), torch.nan), want)
 
 
-@pytest.mark.slow
-@pytest.mark.model
-def test_the_script_runs_in_its_reduced_form() -> None:
-    script = Path(gpu_check.__file__).with_suffix(".sh")
-    environment = {**os.environ, "PYTHON": sys.executable}
-    shown = output_of([script, "--cpu"], env=environment, timeout=170)
-    assert "flash float16" in shown
-    assert "0 failed" in shown
+def test_ids_are_compared_with_those_of_transformers(tmp_path: Path) -> None:
+    prompts = [[8 + 7 * i % 250 for i in range(n)] for n in (40, 5)]
+    assert "ids equal" in compare(REDUCED, lambda: tiny_model(tmp_path, "llama"), "float32", prompts, 3)
