@@ -49,16 +49,18 @@ class Tile:
         return self.rows // group
 
 
-def tiles(dtype: torch.dtype, dim: int, group: int) -> tuple[Tile, Tile]:
+def tiles(dtype: torch.dtype, dim: int, group: int, *, invariant: bool = False) -> tuple[Tile, Tile]:
     """Return the tile of decodes and other short pieces, and that of longer pieces.
 
-    Registers and shared memory of each are in `kernels/triton/resources.json`; other sizes were tried there and spill.
+    Tiles of 16 rows compile to other matrix instructions than those of 64 or more, so a token has other bits as a
+    decode than in a prefill. With `invariant` both are the same tile, at the price of a slower prefill.
     """
-    rows = max(16, triton.next_power_of_2(group))
-    short = Tile(rows, 64, SEGMENT, warps=8, stages=2)
-    if dtype == torch.float32:
+    rows, wide = max(16, triton.next_power_of_2(group)), dim > 128
+    narrow = dtype != torch.float32
+    short = Tile(rows, 32 if wide else 64, SEGMENT, warps=4 if narrow and rows == 16 else 8, stages=3)
+    if invariant or not narrow:
         return short, short
-    return short, Tile(max(64, rows), 64 if dim <= 128 else 32, WHOLE, warps=8, stages=2)
+    return short, Tile(max(64 if wide else 128, rows), 32 if wide else 64, WHOLE, warps=8, stages=3)
 
 
 @triton.jit
@@ -130,6 +132,7 @@ def _place(
     starts,
     contexts,
     window,
+    KV_HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -137,11 +140,12 @@ def _place(
 ):
     """The rows of this program's work item, and the key positions that they see.
 
-    Returns the sequence (-1: padding), for each row its token in the batch, head in the group, position and whether it
-    is one, then the context, the first position that a row sees and the position behind the last.
+    Returns the KV head, the sequence (-1: padding), for each row its token in the batch, head in the group, position
+    and whether it is one, then the context, the first position that a row sees and the position behind the last.
     """
-    sequence = tl.load(work + tl.program_id(0) * 2)
-    first = tl.load(work + tl.program_id(0) * 2 + 1)
+    item = tl.program_id(0) // KV_HEADS
+    sequence = tl.load(work + item * 2)
+    first = tl.load(work + item * 2 + 1)
     at = tl.maximum(sequence, 0)
     begin = tl.load(starts + at)
     count = tl.load(starts + at + 1) - begin
@@ -154,10 +158,10 @@ def _place(
     low = 0
     if WINDOW:
         low = tl.maximum(context - count + first - window + 1, 0)
-    return sequence, begin + tokens, rows % GROUP, positions, real, context, low, high
+    return tl.program_id(0) % KV_HEADS, sequence, begin + tokens, rows % GROUP, positions, real, context, low, high
 
 
-@triton.jit(do_not_specialize=["window", "splits"])
+@triton.jit(do_not_specialize=["window", "splits", "table_stride"])
 def _attend(
     q,
     k,
@@ -178,6 +182,7 @@ def _attend(
     block_stride,
     token_stride,
     BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -189,14 +194,13 @@ def _attend(
     SOFTCAP: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Program (work item, KV head, segment).
+    """Program (work item and KV head, segment).
 
     SPLIT: `out` is fp32 `[W, K, splits, ROWS, D]` and `stats` fp32 `[W, K, splits, 2, ROWS]`; otherwise `out` is
     `[T, H, D]`, `stats` is not used, and there is one segment program for all segments.
     """
-    head = tl.program_id(1)
-    sequence, rows, in_group, positions, real, context, low, high = _place(
-        work, starts, contexts, window, TOKENS, GROUP, ROWS, WINDOW
+    head, sequence, rows, in_group, positions, real, context, low, high = _place(
+        work, starts, contexts, window, KV_HEADS, TOKENS, GROUP, ROWS, WINDOW
     )
     if sequence >= 0:
         dims = tl.arange(0, WIDTH)
@@ -210,7 +214,7 @@ def _attend(
         v += head * DIM
         lowest = low // KEYS * KEYS
         if SPLIT:
-            segment = low // SEGMENT + tl.program_id(2)
+            segment = low // SEGMENT + tl.program_id(1)
             begin = tl.maximum(segment * SEGMENT, lowest)
             end = tl.minimum(segment * SEGMENT + SEGMENT, high)
             if begin < end:
@@ -218,7 +222,7 @@ def _attend(
                     query, k, v, table, positions, begin, end, context, window, scale, cap, block_stride, token_stride,
                     BLOCK, ROWS, KEYS, DIM, WIDTH, WINDOW, SOFTCAP,
                 )  # fmt: skip
-                item = (tl.program_id(0) * tl.num_programs(1) + head).to(tl.int64) * splits + tl.program_id(2)
+                item = tl.program_id(0).to(tl.int64) * splits + tl.program_id(1)
                 lines = tl.arange(0, ROWS)
                 tl.store(stats + item * (2 * ROWS) + lines, highest, mask=real)
                 tl.store(stats + item * (2 * ROWS) + ROWS + lines, total, mask=real)
@@ -236,7 +240,7 @@ def _attend(
                     BLOCK, ROWS, KEYS, DIM, WIDTH, WINDOW, SOFTCAP,
                 )  # fmt: skip
                 highest, total, merged = _merge(highest, total, merged, part_highest, part_total, part)
-            offsets = (rows.to(tl.int64) * (tl.num_programs(1) * GROUP) + heads) * DIM
+            offsets = (rows.to(tl.int64) * (KV_HEADS * GROUP) + heads) * DIM
             result = merged / tl.where(real, total, 1.0)[:, None]
             tl.store(out + offsets[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
 
@@ -251,6 +255,7 @@ def _combine(
     work,
     window,
     splits,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -259,10 +264,9 @@ def _combine(
     WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Program (work item, KV head): merge the segments that `_attend` computed apart."""
-    head = tl.program_id(1)
-    sequence, rows, in_group, _, real, _, low, high = _place(
-        work, starts, contexts, window, TOKENS, GROUP, ROWS, WINDOW
+    """Program (work item and KV head): merge the segments that `_attend` computed apart."""
+    head, sequence, rows, in_group, _, real, _, low, high = _place(
+        work, starts, contexts, window, KV_HEADS, TOKENS, GROUP, ROWS, WINDOW
     )
     if sequence >= 0:
         dims, lines = tl.arange(0, WIDTH), tl.arange(0, ROWS)
@@ -271,15 +275,15 @@ def _combine(
         total = tl.zeros([ROWS], tl.float32)
         merged = tl.zeros([ROWS, WIDTH], tl.float32)
         first = low // SEGMENT
-        base = (tl.program_id(0) * tl.num_programs(1) + head).to(tl.int64) * splits
-        for number in range((high + SEGMENT - 1) // SEGMENT - first):
+        base = tl.program_id(0).to(tl.int64) * splits
+        for number in tl.range((high + SEGMENT - 1) // SEGMENT - first, num_stages=4):
             item = base + number
             part_highest = tl.load(stats + item * (2 * ROWS) + lines, mask=real, other=float("-inf"))
             part_total = tl.load(stats + item * (2 * ROWS) + ROWS + lines, mask=real, other=0.0)
             offsets = (item * ROWS + lines) * DIM
             part = tl.load(partial + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
             highest, total, merged = _merge(highest, total, merged, part_highest, part_total, part)
-        offsets = (rows.to(tl.int64) * (tl.num_programs(1) * GROUP) + head * GROUP + in_group) * DIM
+        offsets = (rows.to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + in_group) * DIM
         result = merged / tl.where(real, total, 1.0)[:, None]
         tl.store(out + offsets[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
 
@@ -330,6 +334,7 @@ def attend(
     # Scores are in base 2. A soft-cap's tanh(x) is 1 - 2 / (e^(2x) + 1): its argument is scaled instead, and the cap.
     factor, cap = (scale * _LOG2_E, 0.0) if softcap is None else (2 * scale / softcap * _LOG2_E, softcap * _LOG2_E)
     shape: dict[str, Any] = {
+        "KV_HEADS": kv_heads,
         "GROUP": group,
         "TOKENS": tile.tokens(group),
         "ROWS": tile.rows,
@@ -346,14 +351,14 @@ def attend(
     # Multiplications and additions stay apart, so that the merge has the same bits in both kernels.
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
     launch(
-        _attend, (items, kv_heads, splits),
+        _attend, (items * kv_heads, splits),
         q, k, v, target, stats, lengths.tables, lengths.places, lengths.contexts, lengths.starts, work,
         window or 0, splits, factor, cap, q.stride(0), lengths.tables.stride(0), k.stride(0), k.stride(1),
         BLOCK=k.shape[1], KEYS=tile.keys, SOFTCAP=softcap is not None, SPLIT=split, **shape, **options,
     )  # fmt: skip
     if split:
         launch(
-            _combine, (items, kv_heads),
+            _combine, (items * kv_heads,),
             target, stats, out, lengths.contexts, lengths.starts, work, window or 0, splits, **shape,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

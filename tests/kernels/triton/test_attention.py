@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 @pytest.fixture
 def one_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give chunks and decodes the same tile, as for batch-invariant results."""
-    monkeypatch.setattr(attention, "tiles", lambda dtype, dim, group: (SHORT, SHORT))
+    monkeypatch.setattr(attention, "tiles", partial(attention.tiles, invariant=True))
 
 
 CASES = [
