@@ -27,6 +27,11 @@ class Counts:
         self._seen: dict[int, int] = {}
         """uid → number of tokens that are counted in its slot, the pending one included."""
 
+    @property
+    def idle(self) -> bool:
+        """Whether no row has a slot."""
+        return not self._slots and not self._seen
+
     def slots(self, rows: Seq[Row], last: Tensor | None) -> list[int]:
         """Return the slots of these rows, which hold the counts of all their tokens; the next id is counted as well.
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.outputs import Logprob, TokenLogprobs
 from engine.sampling.counts import Counts
 from engine.sampling.row import Drawn, PromptRows, Row, Sampled
+from engine.sampling.sampler import Sampler
 from engine.sampling.table import Fixed, Step, Table
 from kernels import sampling
 from kernels.device import Download
@@ -45,6 +46,11 @@ class DeviceSampler:
     def bytes(self) -> int:
         """Bytes of device memory that the sampler holds between steps."""
         return self._counts.values.nbytes + self._scratch.nbytes
+
+    @property
+    def idle(self) -> bool:
+        """Whether no values of any row are cached."""
+        return not self._fixed and not self._uids and self._counts.idle
 
     def sample(
         self, logits: Tensor, rows: Seq[Row], last: Tensor | None = None, prompts: Seq[PromptRows] = ()
@@ -98,6 +104,11 @@ class DeviceSampler:
             self._table = Table.of(rows, [self._fixed[uid] for uid in uids], self.device)
             self._uids = uids
         return self._table
+
+
+def sampler_on(device: torch.device, num_ids: int, max_rows: int) -> Sampler | DeviceSampler:
+    """Return the sampler for logits on this device; the arguments are those of `DeviceSampler`."""
+    return Sampler(num_ids, device) if device.type == "cpu" else DeviceSampler(num_ids, device, max_rows)
 
 
 def _wanted(table: Table, num_rows: int, prompts: Seq[PromptRows]) -> np.ndarray:

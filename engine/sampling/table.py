@@ -114,11 +114,11 @@ class Table:
     def of(cls, rows: Seq[Row], fixed: Seq[Fixed], device: torch.device) -> Table:
         floats = torch.tensor([one.floats for one in fixed], dtype=torch.float32).view(-1, 6).T.contiguous()
         floats[2].log_()
-        sizes = np.array([len(one.bias) for one in fixed])
+        sizes = np.array([len(one.bias) for one in fixed], dtype=np.int64)
         parts = [
             *floats.numpy().view(np.int32),
-            np.array([one.top_k for one in fixed]),
-            np.array([one.flags for one in fixed]),
+            np.array([one.top_k for one in fixed], dtype=np.int32),
+            np.array([one.flags for one in fixed], dtype=np.int32),
             starts(sizes),
             np.repeat(np.arange(len(rows)), sizes),
             _joined([one.bias_ids for one in fixed]),
@@ -172,7 +172,7 @@ class Step:
         noise = np.zeros(count)
         if table.drawn:
             noise = uniform_of(table.seeds, table.indices, np.array([row.position for row in rows], dtype=np.uint64))
-        places = np.array([row.place if row.pending else -1 for row in rows])
+        places = np.array([row.place if row.pending else -1 for row in rows], dtype=np.int32)
         return cls(noise, slot, mask, places, starts(sizes), ids, after, bits.numpy(), wanted)
 
     def plain(self, table: Table) -> bool:
