@@ -14,7 +14,7 @@ from engine.engine import Engine
 from engine.memory import available_bytes, default_host_bytes, default_pool_blocks
 from engine.models.loading import ASKED_FOR, LoadedModel, load_model
 from engine.runner import ModelRunner
-from engine.sampling.sampler import Sampler
+from engine.sampling.device import sampler_on
 from engine.scheduling.policy import PreemptionCost
 from kernels.attention import AUTO, get_backend
 from kernels.attention.base import AttentionBackend
@@ -69,7 +69,7 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
     num_ids = loaded.tokenizer.size
     runner = ModelRunner(
         loaded.bind(backend),
-        Sampler(num_ids, loaded.device),
+        sampler_on(loaded.device, num_ids, config.max_num_seqs),
         pool=pool,
         host=host,
         block_size=config.block_size,

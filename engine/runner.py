@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, Model
+from engine.sampling.device import DeviceSampler
 from engine.sampling.row import Computed, PromptRows, Row, Sampled
 from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Plan
@@ -56,7 +57,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Model,
-        sampler: Sampler,
+        sampler: Sampler | DeviceSampler,
         *,
         pool: Tensor,
         host: Tensor,

@@ -122,6 +122,11 @@ class Sampler:
         if uid in self._uids:
             self._uids, self._columns = (), None
 
+    @property
+    def idle(self) -> bool:
+        """Whether no values of any row are cached."""
+        return not self._counts and self._columns is None
+
     def _columns_of(self, rows: Seq[Row]) -> _Columns:
         uids = tuple(row.uid for row in rows)
         if self._columns is None or uids != self._uids:

@@ -240,4 +240,4 @@ def expect_idle(engine: Engine) -> None:
     assert (engine._requests, engine._endings) == ({}, {})
     assert engine._deadlines._heap == []
     sampler = engine.runner.sampler  # type: ignore[attr-defined]
-    assert (sampler._counts, sampler._uids, sampler._columns) == ({}, (), None)
+    assert sampler.idle

@@ -315,6 +315,7 @@ def test_a_finished_row_leaves_nothing_behind() -> None:
     sampler.sample(torch.randn(3, 50), rows).result()
     for one in rows:
         sampler.forget(one.uid)
+    assert sampler.idle
     assert (sampler._counts, sampler._uids, sampler._columns) == ({}, (), None)
 
 
