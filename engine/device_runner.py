@@ -31,6 +31,8 @@ _LEAST_TOKENS = 64
 """Rows for which there is room, however small the token budget is: the canary does not know it."""
 _CHANGES = 4096
 """Changed entries of block tables that go up with a step; more than these take a copy of their own."""
+_EXTRAS = 5
+"""Arrays that follow the rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class DeviceRunner:
         tokens = max(max_num_batched_tokens, max_num_seqs, _LEAST_TOKENS)
         tiles = backend.tile_tokens
         items = 0 if tiles is None else tokens // tiles[1] + max_num_seqs
-        extra = tokens + 2 * max_num_seqs + 2 * items + 2 * _CHANGES
+        extra = tokens + 2 * max_num_seqs + 2 * items + 2 * _CHANGES + 4 * _EXTRAS
         # A place more than can run, for the canary; so no sequence that runs loses its own.
         self.places = Places(max_num_seqs + 1, self._lost_place)
         layout = Layout(max_num_seqs + 1, max_num_seqs, tokens, extra)

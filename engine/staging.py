@@ -58,30 +58,44 @@ class Layout:
     """Entries behind the rows."""
 
     @property
+    def before(self) -> int:
+        """Entries of the device's buffer before the sections: those of `last`."""
+        return aligned(self.places)
+
+    @property
     def before_rows(self) -> int:
-        """Entries before `rows`."""
-        return 5 * self.sequences + 1
+        """Entries of the sections before `rows`."""
+        s = self.sequences
+        return 2 * aligned(s) + aligned(s + 1) + aligned(2 * s)
 
     @property
     def size(self) -> int:
-        """Entries of the buffer, without `last`."""
+        """Entries of all sections and `extra`."""
         return self.before_rows + 4 * self.tokens + self.extra
 
     def sections(self, buffer: Array) -> Sections[Array]:
         """Return the views of a buffer of `size` entries."""
-        s, rows = self.sequences, self.before_rows
+        s, starts = self.sequences, aligned(self.sequences)
+        places = starts + aligned(s + 1)
+        short = places + aligned(s)
+        rows = self.before_rows
         return Sections(
             contexts=buffer[:s],
-            starts=buffer[s : 2 * s + 1],
-            places=buffer[2 * s + 1 : 3 * s + 1],
-            short=buffer[3 * s + 1 : rows].reshape(s, 2),
+            starts=buffer[starts : starts + s + 1],
+            places=buffer[places : places + s],
+            short=buffer[short : short + 2 * s].reshape(s, 2),
             rows=buffer[rows : rows + 4 * self.tokens].reshape(self.tokens, 4),
         )
 
     def own_ids(self) -> Ints:
         """Return, for each of the T rows, the index of its id in the device's buffer."""
-        first = self.places + self.before_rows
+        first = self.before + self.before_rows
         return np.arange(first, first + 4 * self.tokens, 4, dtype=np.int32)
+
+
+def aligned(count: int) -> int:
+    """Round a number of int32 up to 16 bytes: Triton compiles a kernel again for an address of another alignment."""
+    return -(-count // 4) * 4
 
 
 class Pinned:
@@ -112,11 +126,11 @@ class Staging:
         self.layout = layout
         self._on_gpu = device.type != "cpu"
         self._pinned = [Pinned(layout, self._on_gpu) for _ in range(2)]
-        self.buffer = torch.zeros(layout.places + layout.size, dtype=torch.int32, device=device)
+        self.buffer = torch.zeros(layout.before + layout.size, dtype=torch.int32, device=device)
         """`last` and the sections."""
         self.last = self.buffer[: layout.places]
         """int32 `[places]`: the last id that was sampled for each place."""
-        self._target = self.buffer[layout.places :]
+        self._target = self.buffer[layout.before :]
         self.device: Sections[Tensor] = layout.sections(self._target)
 
     def next(self) -> Pinned:
@@ -132,17 +146,17 @@ class Staging:
         Args:
             pinned: the buffer that `next` returned.
             rows: number of rows in use, padding included; the rows after them are not copied.
-            extra: arrays to append, at most `Layout.extra` entries together.
+            extra: arrays to append, at most `Layout.extra` entries together, each rounded up to `aligned`.
 
         Returns:
             The arrays of `extra` on the device.
         """
-        start = used = self.layout.before_rows + 4 * rows
+        used, spans = self.layout.before_rows + 4 * rows, []
         for array in extra:
-            end = used + array.size
-            pinned.array[used:end] = array.reshape(-1)
-            used = end
+            spans.append((used, used + array.size))
+            pinned.array[used : used + array.size] = array.reshape(-1)
+            used += aligned(array.size)
         self._target[:used].copy_(pinned.tensor[:used], non_blocking=True)
         if self._on_gpu:
             pinned.sent()
-        return list(torch.split(self._target[start:used], [array.size for array in extra]))
+        return [self._target[start:end] for start, end in spans]
