@@ -17,7 +17,7 @@ from engine.sequence import Sequence
 from kernels.attention.base import AttentionBatch
 from kernels.device import upload
 
-__all__ = ["Computed", "InFlight", "ModelRunner", "Runner"]
+__all__ = ["Computed", "InFlight", "ModelRunner", "Runner", "prompt_rows", "sampler_row"]
 
 
 class InFlight(Protocol):
@@ -98,8 +98,8 @@ class ModelRunner:
     def launch(self, plan: Plan) -> InFlight:
         batch = self.batch(plan)
         logits = self.model.forward(batch)
-        rows = [self._row(seq) for seq in plan.sampling]
-        return self.sampler.sample(logits, rows, None, _prompt_rows(plan))
+        rows = [sampler_row(seq, self.eos_token_ids) for seq in plan.sampling]
+        return self.sampler.sample(logits, rows, None, prompt_rows(plan))
 
     def forget(self, seq: Sequence) -> None:
         self.sampler.forget(seq.uid)
@@ -138,28 +138,29 @@ class ModelRunner:
         )
         return Batch(token_ids=token_ids, attention=attention, sample_rows=wanted)
 
-    def _row(self, seq: Sequence) -> Row:
-        return Row(
-            uid=seq.uid,
-            params=seq.request.params,
-            noise_seed=seq.request.noise_seed,
-            index=seq.index,
-            num_prompt_tokens=seq.num_prompt_tokens,
-            tokens=seq.tokens,
-            eos_token_ids=self.eos_token_ids,
-            matcher=seq.matcher,
-        )
+
+def sampler_row(seq: Sequence, eos_token_ids: frozenset[int], place: int = 0, pending: bool = False) -> Row:
+    """Return the sampler's input for a sequence; for `place` and `pending` see `Row`."""
+    return Row(
+        uid=seq.uid,
+        params=seq.request.params,
+        noise_seed=seq.request.noise_seed,
+        index=seq.index,
+        num_prompt_tokens=seq.num_prompt_tokens,
+        tokens=seq.tokens,
+        eos_token_ids=eos_token_ids,
+        matcher=seq.matcher,
+        pending=pending,
+        place=place,
+    )
 
 
-def _prompt_rows(plan: Plan) -> list[PromptRows]:
-    """Return the slices of the plan whose prompt logprobs are requested."""
+def prompt_rows(plan: Plan) -> list[PromptRows]:
+    """Return the rows of the plan for which prompt logprobs are requested, by slice."""
     return [
-        PromptRows(
-            piece.seq.tokens[piece.prompt_rows.start + 1 : piece.prompt_rows.stop + 1],
-            piece.seq.request.params.prompt_logprobs or 0,
-        )
+        PromptRows(piece.seq.tokens[rows.start + 1 : rows.stop + 1], piece.seq.request.params.prompt_logprobs or 0)
         for piece in plan.slices
-        if piece.prompt_rows
+        if (rows := piece.prompt_rows)
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -92,6 +93,42 @@ class AttentionBatch:
         return self.cu_seqlens[-1]
 
 
+Tuples = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]
+"""`cu_seqlens`, `context_lens` and `block_tables` of an `AttentionBatch`."""
+
+
+class LazyBatch(AttentionBatch):
+    """A batch whose tuples are made when a backend first reads one of them; a backend that reads `arrays` does not."""
+
+    def __init__(
+        self,
+        slots: Tensor,
+        positions: Tensor,
+        num_rows: int,
+        arrays: DeviceArrays | None,
+        tuples: Callable[[], Tuples],
+    ) -> None:
+        """Create a batch, see the fields of `AttentionBatch`; `tuples` is called at most once, during the step."""
+        vars(self).update(slots=slots, positions=positions, num_rows=num_rows, arrays=arrays, _make=tuples)
+
+    @cached_property
+    def _tuples(self) -> Tuples:
+        made: Tuples = vars(self)["_make"]()
+        return made
+
+    @property
+    def cu_seqlens(self) -> tuple[int, ...]:
+        return self._tuples[0]
+
+    @property
+    def context_lens(self) -> tuple[int, ...]:
+        return self._tuples[1]
+
+    @property
+    def block_tables(self) -> tuple[tuple[int, ...], ...]:
+        return self._tuples[2]
+
+
 class AttentionBackend(ABC):
     """Writes K and V into the pool and attends to them in place.
 
@@ -108,8 +145,6 @@ class AttentionBackend(ABC):
     """Types of devices on which the backend runs; None: all."""
     batch_invariant: ClassVar[bool] = False
     """Whether, on a CPU, the bits of a row never depend on the other rows, on chunks or on `block_size`."""
-    captures: ClassVar[bool] = False
-    """Whether a CUDA graph can hold the backend's launches: all that differs between steps is in `DeviceArrays`."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -136,6 +171,23 @@ class AttentionBackend(ABC):
         None: the backend reads the tuples of an `AttentionBatch`, not its `arrays`.
         """
         return None
+
+    @property
+    def captures(self) -> bool:
+        """Whether a CUDA graph can hold the backend's launches: all that differs between steps is in `DeviceArrays`."""
+        return False
+
+    def reserve(self, max_sequences: int, max_context: int) -> None:  # noqa: B027 - most backends need nothing
+        """Allocate the working memory of decodes once, so that a graph can use it and its size is known.
+
+        Args:
+            max_sequences: maximum number of sequences of a step.
+            max_context: longest context, in tokens.
+        """
+
+    def bound(self, rows: int, longest: int, max_context: int) -> int:
+        """Return up to which context the launches for `rows` decodes are those for a longest context of `longest`."""
+        return max_context
 
     @property
     @abstractmethod
@@ -201,7 +253,7 @@ class AttentionBackend(ABC):
             softcap: scores become `softcap * tanh(score / softcap)`.
 
         Returns:
-            `[T, heads, head_dim]` in the dtype of `q`.
+            `[T, heads, head_dim]` in the dtype of `q`. Rows of padding are zero; with `batch.arrays` undefined.
         """
 
     @abstractmethod

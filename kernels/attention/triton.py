@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from kernels.attention.base import AttentionBatch, CacheSpec
+from kernels.attention.base import AttentionBatch, CacheSpec, DeviceArrays
 from kernels.attention.plain import PlainBackend
 from kernels.device import upload
 from kernels.triton import enabled
@@ -64,11 +64,43 @@ class TritonBackend(PlainBackend):
         self._attention, self._write = _kernels()
         self._of: AttentionBatch | None = None
         self._call: _Call | None = None
+        self._partial: Tensor | None = None
+        """fp32: partial outputs of split contexts."""
 
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
         """Return whether Triton has a compiler for the device, or interprets kernels (`TRITON_INTERPRET=1`)."""
         return super().runs_on(device) or os.environ.get("TRITON_INTERPRET") == "1"
+
+    @property
+    def captures(self) -> bool:
+        return enabled("write")  # torch cannot skip rows of padding
+
+    @property
+    def tile_tokens(self) -> tuple[int, int] | None:
+        heads = self.spec.num_heads
+        if not heads:
+            return None
+        short, long = self._tiles(heads)
+        group = heads // self.spec.num_kv_heads
+        return short.tokens(group), long.tokens(group)
+
+    def reserve(self, max_sequences: int, max_context: int) -> None:
+        if self.spec.num_heads:
+            tile, _ = self._tiles(self.spec.num_heads)
+            size = self._partial_bytes(max_sequences, -(-max_context // tile.segment), tile)
+            self._partial = torch.empty(min(size, _PARTIAL_BYTES) // 4, dtype=torch.float32, device=self.spec.device)
+
+    def bound(self, rows: int, longest: int, max_context: int) -> int:
+        tile, _ = self._tiles(self.spec.num_heads)
+        return longest if self._num_splits(rows, longest, tile) > 1 else max_context
+
+    def write(self, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
+        if batch.arrays is None or not enabled("write"):
+            super().write(layer, k, v, batch)
+        else:  # rows of padding have to be skipped on the device
+            cache = self._kv[:, layer]
+            self._write.write_rotated(torch.cat([k, v], 1), cache[:, 0], cache[:, 1], batch.slots)
 
     def write_rotated(
         self,
@@ -97,7 +129,8 @@ class TritonBackend(PlainBackend):
     ) -> Tensor:
         call = self._enter(batch, q.shape[1])
         rows = q.to(self.spec.dtype)
-        out = torch.empty_like(rows) if batch.num_rows == q.shape[0] else torch.zeros_like(rows)
+        padded = batch.arrays is None and batch.num_rows < q.shape[0]
+        out = torch.zeros_like(rows) if padded else torch.empty_like(rows)
         for part in call.parts:
             self._attention.attend(
                 rows,
@@ -111,28 +144,58 @@ class TritonBackend(PlainBackend):
                 window=window,
                 softcap=softcap,
                 splits=self._splits(part, window),
+                partial=self._partial,
             )
         return out.to(q.dtype)
 
     def _splits(self, part: _Part, window: int | None) -> int:
         """Return how many programs share the keys of an item; 1 if the partial outputs would take too much memory."""
-        segment = part.tile.segment
         keys = part.longest
         if window is not None:  # a window of w keys touches at most this many segments, wherever it begins
-            keys = min(keys, window + part.tile.rows + segment)
-        splits = -(-keys // segment)
-        kv_heads, dim = self.spec.num_kv_heads, self.spec.head_dim
-        size = part.work.shape[0] * kv_heads * splits * part.tile.rows * (dim + 2) * 4
-        return splits if splits > 1 and size <= _PARTIAL_BYTES else 1
+            keys = min(keys, window + part.tile.rows + part.tile.segment)
+        return self._num_splits(part.work.shape[0], keys, part.tile)
+
+    def _num_splits(self, items: int, keys: int, tile: Tile) -> int:
+        splits = -(-keys // tile.segment)
+        limit = _PARTIAL_BYTES if self._partial is None else self._partial.nbytes
+        return splits if splits > 1 and self._partial_bytes(items, splits, tile) <= limit else 1
+
+    def _partial_bytes(self, items: int, splits: int, tile: Tile) -> int:
+        """Return the bytes of the partial outputs of work items; an item has that many splits for each KV head."""
+        return items * self.spec.num_kv_heads * splits * tile.rows * (self.spec.head_dim + 2) * 4
+
+    def _tiles(self, heads: int) -> tuple[Tile, Tile]:
+        """Return the tile of short pieces and that of longer pieces."""
+        short, long = self._attention.tiles(self.spec.dtype, self.spec.head_dim, heads // self.spec.num_kv_heads)
+        return (short, short) if self.spec.batch_invariant else (short, long)
 
     def _enter(self, batch: AttentionBatch, heads: int) -> _Call:
-        """Upload a batch once; all layers share the arrays."""
+        """Return the arguments of a batch, which all of its layers share."""
         if batch is not self._of or self._call is None:
-            self._of, self._call = batch, self._upload(batch, heads // self.spec.num_kv_heads)
+            arrays = batch.arrays
+            if arrays is not None and heads == self.spec.num_heads:
+                call = self._read(arrays)
+            else:
+                call = self._upload(batch, heads // self.spec.num_kv_heads)
+            self._of, self._call = batch, call
         return self._call
 
+    def _read(self, arrays: DeviceArrays) -> _Call:
+        """Return the arguments of a batch whose arrays are on the device."""
+        plans = zip(
+            self._tiles(self.spec.num_heads),
+            (arrays.short, arrays.long),
+            (arrays.longest_short, arrays.longest_long),
+            strict=True,
+        )
+        return _Call(
+            self._attention.Lengths(arrays.tables, arrays.places, arrays.contexts, arrays.starts),
+            tuple(_Part(tile, work, longest) for tile, work, longest in plans if work.shape[0]),
+        )
+
     def _upload(self, batch: AttentionBatch, group: int) -> _Call:
-        short, long = self._attention.tiles(self.spec.dtype, self.spec.head_dim, group)
+        """Upload a batch whose lengths are on the host."""
+        short, long = self._tiles(group * self.spec.num_kv_heads)
         counts = [end - start for start, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]
         few = [s for s, count in enumerate(counts) if 0 < count <= short.tokens(group)]
         many = [s for s, count in enumerate(counts) if count > short.tokens(group)]

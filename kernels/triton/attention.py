@@ -315,6 +315,7 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     splits: int = 1,
+    partial: Tensor | None = None,
 ) -> None:
     """Causal attention of the rows of `work` over a paged cache; writes their rows of `out`.
 
@@ -327,6 +328,8 @@ def attend(
         window: a row at position p sees the positions > p - window.
         softcap: scores become `cap * tanh(score / cap)`.
         splits: 1, or at least the number of segments that any row of `work` sees; then each has a program of its own.
+        partial: fp32 working memory for splits, at least `W * K * splits * tile.rows * (D + 2)` elements; None: it is
+            allocated.
     """
     heads, dim = q.shape[1], q.shape[2]
     kv_heads = k.shape[2]
@@ -346,8 +349,10 @@ def attend(
     items, split = work.shape[0], splits > 1
     target, stats = out, out
     if split:
-        target = torch.empty((items, kv_heads, splits, tile.rows, dim), dtype=torch.float32, device=q.device)
-        stats = torch.empty((items, kv_heads, splits, 2, tile.rows), dtype=torch.float32, device=q.device)
+        lines = items * kv_heads * splits * tile.rows
+        if partial is None:
+            partial = torch.empty(lines * (dim + 2), dtype=torch.float32, device=q.device)
+        target, stats = partial[: lines * dim], partial[lines * dim : lines * (dim + 2)]
     # Multiplications and additions stay apart, so that the merge has the same bits in both kernels.
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
     launch(

@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.outputs import Delta, Finished, StepOutput, TokenLogprobs
 from engine.request import Request, SamplingParams
-from engine.runner import Computed, ModelRunner
+from engine.runner import Computed, sampler_row
 from engine.sampling.sampler import Row, Sampled, Sampler, token_logprobs
 from engine.sampling.structured import Grammar
 from engine.scheduling.block_manager import Moves
@@ -107,14 +107,7 @@ class StubRunner:
 
 
 def _row(seq: Sequence) -> Row:
-    return ModelRunner._row(_EOS_HOLDER, seq)  # type: ignore[arg-type]
-
-
-class _EosHolder:
-    eos_token_ids = frozenset({EOS})
-
-
-_EOS_HOLDER = _EosHolder()
+    return sampler_row(seq, frozenset({EOS}))
 
 
 def token_bytes(token: int, skip_special: bool = True) -> bytes:

@@ -1,0 +1,146 @@
+"""CUDA graphs of decode steps: one launch from the embedding to the logits, for each number of rows and each bound of
+the longest context.
+
+A graph reads and writes fixed memory. All that differs between steps is in the device's staging buffer and the block
+tables; rows, sequences and work items beyond a step's own are padding, which computes nothing that is read.
+
+The graphs share one memory pool, from the largest to the smallest, so that the smaller ones fit into the memory of the
+largest. That is safe since they run one after the other; only their logits, which are read after the replay, lie in a
+buffer of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor
+
+from kernels.attention.base import AttentionBackend
+
+log = structlog.get_logger()
+
+_CONTEXTS = (1024, 4096, 16384)
+"""Bounds of the longest context, besides the longest possible."""
+NOT_CAPTURED = "not captured"
+"""`Graphs.reason` before `capture`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A recorded step."""
+
+    rows: int
+    """Rows and sequences, padding included."""
+    recorded: Any
+    """A `torch.cuda.CUDAGraph`."""
+    logits: Tensor
+    """`[rows, vocab]`; the next replay of any graph overwrites them."""
+
+    def replay(self) -> Tensor:
+        """Launch the step, and return its logits."""
+        self.recorded.replay()
+        return self.logits
+
+
+class Graphs:
+    """Records graphs and finds the one for a step."""
+
+    def __init__(
+        self, step: Callable[[int, int], Tensor], backend: AttentionBackend, max_rows: int, max_context: int
+    ) -> None:
+        """Create a registry without graphs.
+
+        Args:
+            step: computes a step of so many rows with contexts up to so many tokens; returns all logits.
+            backend: says which bounds of the context differ in its launches.
+            max_rows: maximum number of sequences.
+            max_context: longest context, in tokens.
+        """
+        self._step = step
+        self._backend = backend
+        self._max_context = max_context
+        self.sizes: tuple[int, ...] = tuple(
+            sorted({*(n for n in (1, 2, 4, 8) if n < max_rows), *range(16, max_rows, 16), max_rows})
+        )
+        """Numbers of rows for which there are graphs once they are captured."""
+        self.reason: str | None = NOT_CAPTURED
+        """Why steps run without graphs; None: they run with graphs."""
+        self.active = True
+        """Whether steps may use the graphs; unset it to compare with steps without."""
+        self._graphs: dict[tuple[int, int], Graph] = {}
+
+    @property
+    def count(self) -> int:
+        """Number of graphs in use."""
+        return len(self._graphs)
+
+    @property
+    def largest(self) -> int:
+        return self.sizes[-1]
+
+    def find(self, rows: int, longest: int) -> Graph | None:
+        """Return the smallest graph that holds a step of decodes, or None.
+
+        Args:
+            rows: number of rows.
+            longest: the longest context, in tokens.
+        """
+        if not self._graphs or not self.active:
+            return None
+        size = next((size for size in self.sizes if size >= rows), None)
+        return None if size is None else self._graphs.get((size, self._bound(size, longest)))
+
+    def disable(self, reason: str) -> None:
+        """Discard all graphs: steps run without them from now on."""
+        self._graphs = {}
+        self.reason = reason
+
+    def capture(self, device: torch.device) -> None:
+        """Record all graphs, the largest first. If one fails, discard all and keep the reason.
+
+        The staging buffer must hold padding alone, as long as the largest graph. Each step runs once before it is
+        recorded: a first launch may load or compile a kernel, or allocate a workspace, which a capture does not allow.
+        """
+        began = time.monotonic()
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        pool = torch.cuda.graph_pool_handle()
+        stream.wait_stream(torch.cuda.current_stream(device))
+        graphs: dict[tuple[int, int], Graph] = {}
+        logits: Tensor | None = None
+        try:
+            # A failing capture leaves its stream set; the outer block restores the current one.
+            with torch.cuda.stream(stream):
+                for rows, bound in self._keys():
+                    warm = self._step(rows, bound)
+                    if logits is None:
+                        logits = torch.empty_like(warm)
+                    del warm
+                    recorded = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(recorded, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                        logits[:rows].copy_(self._step(rows, bound))
+                    graphs[rows, bound] = Graph(rows, recorded, logits[:rows])
+        except Exception as error:
+            log.warning("graphs_not_captured", message=f"{type(error).__name__}: {error}", exc_info=True)
+            self.disable(f"{type(error).__name__}: {error}")
+            return
+        torch.cuda.current_stream(device).wait_stream(stream)
+        torch.cuda.empty_cache()  # what the unrecorded runs used belongs to the other stream
+        self._graphs, self.reason = graphs, None
+        log.info("graphs_captured", count=len(graphs), seconds=round(time.monotonic() - began, 1))
+
+    def _keys(self) -> Iterator[tuple[int, int]]:
+        """Yield the number of rows and the bound of the context of each graph, the largest first."""
+        for rows in reversed(self.sizes):
+            bounds = {self._bound(rows, longest) for longest in (*_CONTEXTS, self._max_context)}
+            for bound in sorted(bounds, reverse=True):
+                yield rows, bound
+
+    def _bound(self, rows: int, longest: int) -> int:
+        """Return the bound of the context of the graph for `rows` rows and this longest context."""
+        fits = (bound for bound in _CONTEXTS if longest <= bound < self._max_context)
+        return self._backend.bound(rows, next(fits, self._max_context), self._max_context)

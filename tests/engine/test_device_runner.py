@@ -1,0 +1,79 @@
+"""The runner of a GPU, on the CPU: its ids are those of the CPU's runner, on every path and with a step in flight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.build import CacheOptions, build_engine
+from engine.config import EngineConfig, ModelOptions
+from engine.engine import Engine
+from engine.request import Request
+from engine.scheduling import policy
+from tests.engine.devices import on_device
+from tests.engine.stub import expect_short_outputs
+from tests.engine.test_model import ask, finish, prompts
+from tests.models.tiny import FUSED, STOCK, build_case
+
+NAMES = ("llama", "qwen3-windows", "llama-biases-forced")
+CASES = {case.name: case for case in FUSED + STOCK if case.name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {name: str(build_case(tmp_path_factory.mktemp(name), case)) for name, case in CASES.items()}
+
+
+def build(path: str, blocks: int = 96, swap: int = 0, backend: str = "auto", **config: Any) -> Engine:
+    engine, _ = build_engine(
+        ModelOptions(path, device="cpu", dtype="float32", backend=backend),
+        EngineConfig(**{"block_size": 4, "max_num_batched_tokens": 64, **config}),
+        CacheOptions(num_blocks=blocks, swap_bytes=swap, attention="reference"),
+    )
+    return engine
+
+
+def crowd() -> list[Request]:
+    params: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.8, "seed": 7, "top_k": 20, "min_p": 0.01},
+        {"temperature": 0.9, "seed": 9, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+        {"logit_bias": ((11, 4.0), (12, -3.0)), "min_tokens": 4},
+        {"temperature": 0.7, "seed": 10, "n": 3},
+        {"logprobs": 3, "prompt_logprobs": 2},
+        {"prompt_logprobs": 0},
+    ]
+    return [ask(f"r{i}", p, **params[i]) for i, p in enumerate(prompts(300, [70, 5, 33, 12, 40, 21, 90], seed=2))]
+
+
+def results(engine: Engine, requests: list[Request]) -> dict[str, Any]:
+    return {
+        name: [(c.token_ids, c.logprobs, c.prompt_logprobs) for c in done.choices]
+        for name, done in finish(engine, *requests).items()
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mixed_batches_forks_and_logprobs_equal_those_of_the_cpus_runner(paths: dict[str, str], name: str) -> None:
+    backend = "transformers" if name.endswith("forced") else "auto"
+    want = results(build(paths[name], backend=backend), crowd())
+    engine = build(paths[name], backend=backend)
+    runner = on_device(engine)
+    assert results(engine, crowd()) == want
+    assert len(runner.places) == len(runner._rows) == 0
+
+
+@pytest.mark.parametrize("swap", [0, 1 << 22])
+def test_preempted_requests_give_the_ids_of_the_cpus_runner(
+    paths: dict[str, str], swap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(policy._RATES, "cpu", (1e12, 1e9))  # so that swapping pays for a model as small as this
+    asked = [ask(f"r{i}", p, 30, n=1 + i % 2) for i, p in enumerate(prompts(300, [9, 14, 6, 11], seed=5))]
+    want = results(build(paths["llama"]), asked)
+    engine = build(paths["llama"], blocks=20, swap=swap)
+    on_device(engine)
+    expect_short_outputs(engine)
+    assert results(engine, asked) == want
+    stats = engine.stats()
+    assert (stats.preemptions_swap if swap else stats.preemptions_recompute) > 0
