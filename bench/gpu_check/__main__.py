@@ -22,14 +22,14 @@ _REDUCED_FACTOR = 6
 def main(arguments: list[str]) -> int:
     """Run the rows; return 1 if one that proves something failed, else 0."""
     options = _options(arguments)
-    absent = stand_in()
+    missing = stand_in()
     quiet()
     found = "" if options.cpu else _gpu()
     reduced = not found
     rows = [row for row in ROWS if not options.rows or row.number in options.rows]
     print(f"GPU: {found or 'none: kernels are interpreted, the GPU is pretended, times mean nothing'}")
-    if absent:
-        print(f"not installed, and not needed here: {', '.join(absent)}")
+    if missing:
+        print(f"not installed, and not needed here: {', '.join(missing)}")
     print(f"{'row':>3} {'what':<44}{'result':<8}{'time':>8}  detail", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         table = Table(Setup(reduced=reduced, folder=Path(folder)), options.seconds)

@@ -46,23 +46,24 @@ class _Logger:
         return self
 
 
-def missing() -> list[str]:
-    """Return the packages that get a stand-in here."""
-    return [name for name in _PACKAGES if name not in sys.modules and importlib.util.find_spec(name) is None]
+def absent(package: str) -> bool:
+    """Return whether a package is not installed; one with a stand-in is not."""
+    found = sys.modules.get(package)
+    return isinstance(found, _Absent) or (found is None and importlib.util.find_spec(package) is None)
 
 
 def stand_in() -> list[str]:
     """Put stand-ins for the packages that are missing into `sys.modules`; return the names of the packages."""
-    absent = missing()
-    for package in absent:
+    missing = [name for name in _PACKAGES if absent(name)]
+    for package in missing:
         for name in _PACKAGES[package]:
             module = _Absent(name)
             module.__spec__ = ModuleSpec(name, None)
             module.__path__ = []
             sys.modules[name] = module
-    if "structlog" in absent:
+    if "structlog" in missing:
         sys.modules["structlog"].get_logger = lambda *_, **__: _Logger()  # type: ignore[attr-defined]
-    return absent
+    return missing
 
 
 def quiet() -> None:

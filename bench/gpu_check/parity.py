@@ -86,14 +86,24 @@ def tiny_model(folder: Path, name: str) -> tuple[str, Any]:
 
 def demo_model() -> tuple[str, Any]:
     """Return the name of the demo model and the model that transformers reads from its file."""
-    from bench.gpu_check.bare import missing
-    from engine.models import files
-    from engine.models.weights import LoadError
     from tests.models.reference import Reference
 
-    if "gguf" in missing():
+    return DEMO, Reference.of_gguf(demo_path())
+
+
+def demo_path() -> Path:
+    """Return the file of the demo model.
+
+    Raises:
+        Skip: the model, or the package that reads its file, is not installed.
+    """
+    from bench.gpu_check.bare import absent
+    from engine.models import files
+    from engine.models.weights import LoadError
+
+    if absent("gguf"):
         raise Skip("the package gguf is not installed")
     try:
-        return DEMO, Reference.of_gguf(files.demo_file())
+        return files.demo_file()
     except LoadError as error:
         raise Skip(str(error)) from error
