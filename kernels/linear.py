@@ -2,8 +2,8 @@
 
 On CPUs with bf16 dot products, our own kernel (`csrc/gemm.h`) computes any number of rows. On other CPUs, oneDNN does,
 with prepacked weights; it gives a row the same bits for every number of rows from 2 on (measured in fp32 and bf16).
-Rows for oneDNN are padded to buckets, since oneDNN builds a primitive for each number of rows. On other devices,
-`F.linear` computes the rows.
+Rows for oneDNN are padded to buckets, since oneDNN builds a primitive for each number of rows. On a GPU, see
+`kernels.linear_cuda`.
 
 int8 is W8A8: a scale for each output (weights) and for each row (inputs), both symmetric. Sums are integers and exact,
 so every implementation gives the same bits (LLM.int8(), Dettmers et al. 2022, without the outliers).
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -21,12 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native
+from kernels.linear_cuda import CudaProduct
 from kernels.ops import quantize, silu_mul
 
 _FALLBACK_ROWS = 16
 """Minimum number of rows for `F.linear` on the CPU, which uses another kernel for fewer rows."""
 _PANEL = 32
 """Number of outputs in a panel of weights; `PANEL` in csrc/native.h."""
+_TEST_ROWS = (1, 2, 3, 7, 16, 33, 64)
+"""Numbers of rows with which `rows_are_equal` calls a function."""
 _INT8_INPUTS = range(2, (1 << 16) + 1)
 """Numbers of inputs that int8 supports: `torch._int_mm` is wrong for a single input, and sums of more than 2^16
 products may overflow 32 bits."""
@@ -66,6 +70,17 @@ def can_prepack(dtype: torch.dtype) -> bool:
     return torch.allclose(out.float(), x.float() @ weight.float().t())
 
 
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """How the products of a model are computed."""
+
+    quantize: torch.dtype | None = None
+    """Multiply 8-bit weights and inputs of this dtype: int8, or e4m3 on a GPU; without effect on weights whose number
+    of inputs it does not support. None: multiply in the weight's dtype."""
+    batch_invariant: bool = False
+    """Give a row the same bits for every number of rows on a GPU too, at a price; products on the CPU always do."""
+
+
 class _Product(Protocol):
     """An implementation of `x @ weight.T + bias`."""
 
@@ -79,29 +94,36 @@ class Linear:
         weight: `[out, in]`.
         bias: `[out]` or None.
         gated: the first half of the outputs are gates, the second half the gated values: `y = silu(gate) * up`.
-        int8: multiply in int8; without effect if int8 does not support this number of inputs.
+        precision: how to multiply.
     """
 
-    __slots__ = ("_dtype", "_gate", "_product", "in_features", "out_features")
+    __slots__ = ("_gate", "_product", "device", "dtype", "in_features", "out_features")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, int8: bool = False) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        gated: bool = False,
+        precision: Precision = Precision(),
+    ) -> None:
         rows, self.in_features = weight.shape
         self.out_features = rows // 2 if gated else rows
-        self._dtype = weight.dtype
-        int8 = int8 and self.in_features in _INT8_INPUTS
+        self.dtype, self.device = weight.dtype, weight.device
+        int8 = precision.quantize == torch.int8 and self.in_features in _INT8_INPUTS
         packs = weight.device.type == "cpu" and self.in_features % (4 if int8 else 2) == 0
         native_gate = not gated or self.out_features % _PANEL == 0
         self._gate = gated
         self._product: _Product
-        if packs and native_gate and _native(weight.dtype) is not None:
+        if weight.device.type != "cpu":
+            self._product = CudaProduct(weight, bias, precision.quantize, batch_invariant=precision.batch_invariant)
+        elif packs and native_gate and _native(weight.dtype) is not None:
             self._gate = False
             self._product = _Packed(weight, bias, gated, int8)
         elif int8:
             self._product = _Int8(weight, bias)
-        elif weight.device.type == "cpu":
-            self._product = (_OneDnn if can_prepack(weight.dtype) else _Plain)(weight, bias)
         else:
-            self._product = lambda x: F.linear(x, weight, bias)
+            self._product = (_OneDnn if can_prepack(weight.dtype) else _Plain)(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self._product(x)
@@ -110,9 +132,14 @@ class Linear:
     @property
     def invariant(self) -> bool:
         """Whether a row has the same bits for every number of rows, as a test run shows."""
-        x = torch.randn(64, self.in_features, generator=torch.Generator().manual_seed(0)).to(self._dtype)
-        whole = self(x)
-        return all(torch.equal(self(x[:rows]), whole[:rows]) for rows in (1, 2, 3, 7, 16, 33))
+        return rows_are_equal(self, self.in_features, self.dtype, self.device)
+
+
+def rows_are_equal(function: Callable[[Tensor], Tensor], inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Check that a function of rows `[T, inputs]` gives a row the same bits for every number of rows."""
+    x = torch.randn(_TEST_ROWS[-1], inputs, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    whole = function(x)
+    return all(torch.equal(function(x[:rows]), whole[:rows]) for rows in _TEST_ROWS[:-1])
 
 
 class _OneDnn:

@@ -92,3 +92,17 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     inverse = torch.where(top > 0, torch.full_like(top, 127) / top, 0)
     values = torch.round(wide * inverse[:, None]).clamp_(-127, 127).nan_to_num_(0) + 128
     return values.to(torch.uint8), torch.where(torch.isfinite(top), top / 127, torch.nan)
+
+
+def rescale(sums: Tensor, x_scales: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return `sums * x_scales[:, None] * scales + bias`, `[rows, out]` in `dtype`.
+
+    Args:
+        sums: int32 or fp32, at least `[rows, out]`.
+        x_scales: fp32 `[rows]`.
+        scales: fp32 `[out]`.
+        bias: `[out]`.
+        dtype: of the result.
+    """
+    y = sums[: x_scales.shape[0], : scales.shape[0]].float() * (scales * x_scales[:, None])
+    return (y if bias is None else y + bias.float()).to(dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.triton import enabled
+from kernels import triton as gpu
 
 FP8 = torch.float8_e4m3fn
 LIMITS = {torch.int8: 127.0, FP8: 448.0}
@@ -31,10 +31,9 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, *, rows: int | None = None) -> 
     count = x.shape[0]
     values = x.new_empty((count if rows is None else rows, x.shape[1]), dtype=dtype)
     scales = x.new_empty(values.shape[0], dtype=torch.float32)
-    if x.device.type == "cuda" and enabled("quantize"):
-        from kernels.triton.quantize import quantize
-
-        quantize(x if x.stride(1) == 1 else x.contiguous(), values, scales)
+    kernels = gpu.load("quantize") if x.device.type == "cuda" else None
+    if kernels is not None:
+        kernels.quantize(x if x.stride(1) == 1 else x.contiguous(), values, scales)
     else:
         values[:count], scales[:count] = reference(x, dtype)
     return values, scales
@@ -53,11 +52,19 @@ def reference(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return values.to(dtype), scales
 
 
-def quantize_weight(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantise each output of a weight `[out, in]`, a part at a time; see `quantize_rows`."""
-    values, scales = weight.new_empty(weight.shape, dtype=dtype), weight.new_empty(weight.shape[0], dtype=torch.float32)
+def quantize_weight(weight: Tensor, values: Tensor) -> Tensor:
+    """Quantise each output of a weight, a part at a time; see `quantize_rows`.
+
+    Args:
+        weight: `[out, in]`.
+        values: int8 or float8_e4m3fn, `[out, in]`: set to the quantised values.
+
+    Returns:
+        Scales, fp32 `[out]`.
+    """
+    scales = weight.new_empty(weight.shape[0], dtype=torch.float32)
     step = max(1, _CHUNK // weight.shape[1])
     for start in range(0, weight.shape[0], step):
         part = slice(start, start + step)
-        values[part], scales[part] = reference(weight[part], dtype)
-    return values, scales
+        values[part], scales[part] = reference(weight[part], values.dtype)
+    return scales

@@ -5,10 +5,12 @@ A kernel whose check fails at start is disabled for the whole process, and its c
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
+from typing import Any
 
 NAMES = ("attention", "write", "norm", "gate", "sampler", "moe", "matmul", "quantize")
 """Groups of kernels that are enabled and disabled together."""
@@ -30,6 +32,17 @@ def disable(name: str, reason: str) -> None:
     if name not in NAMES:
         raise ValueError(f"no group of Triton kernels is named {name!r}; there are: {', '.join(NAMES)}")
     _disabled.setdefault(name, reason)
+
+
+def load(group: str) -> Any | None:
+    """Return the module `kernels.triton.<group>` if the group is enabled; if it does not load, disable the group."""
+    if not enabled(group):
+        return None
+    try:
+        return importlib.import_module(f"{__name__}.{group}")
+    except (ImportError, OSError) as error:
+        disable(group, f"{__name__}.{group} does not load: {error}")
+        return None
 
 
 def disabled() -> Mapping[str, str]:

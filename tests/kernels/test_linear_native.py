@@ -9,10 +9,11 @@ from torch import Tensor
 
 from kernels import linear as linear_module
 from kernels import native, ops_reference
-from kernels.linear import Linear
+from kernels.linear import Linear, Precision
 from kernels.ops import quantize, silu_mul
 from tests.kernels.test_linear import rows_are_independent
 
+INT8 = Precision(torch.int8)
 SHAPES = [(48, 40), (33, 6), (64, 4), (960, 576), (100, 1536)]
 
 
@@ -53,10 +54,10 @@ def test_int8_has_the_same_bits_with_and_without_the_kernels(
     shape: tuple[int, int], gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, bias = torch.randn(shape).bfloat16(), torch.randn(shape[0]).bfloat16()
-    ours = Linear(weight, bias, gated=gated, int8=True)
+    ours = Linear(weight, bias, gated=gated, precision=INT8)
     with monkeypatch.context() as patch:
         patch.setattr(linear_module, "_native", lambda dtype: None)
-        other = Linear(weight, bias, gated=gated, int8=True)
+        other = Linear(weight, bias, gated=gated, precision=INT8)
     for rows in (1, 5, 40):
         x = torch.randn(rows, shape[1]).bfloat16() * 3
         x[0, 0] = 100
@@ -66,7 +67,7 @@ def test_int8_has_the_same_bits_with_and_without_the_kernels(
 @pytest.mark.parametrize("inputs", [1, 2, 3, 5, 576])
 def test_int8_is_within_half_a_step_of_each_factor(inputs: int) -> None:
     weight, x = torch.randn(96, inputs), torch.randn(20, inputs)
-    got = Linear(weight.bfloat16(), int8=True)(x.bfloat16()).double()
+    got = Linear(weight.bfloat16(), precision=INT8)(x.bfloat16()).double()
     w, y = weight.bfloat16().double(), x.bfloat16().double()
     w_step, x_step = w.abs().amax(1) / 127, y.abs().amax(1) / 127
     # |ab - a'b'| <= |a - a'| |b'| + |a| |b - b'|, summed over the inputs
@@ -82,8 +83,8 @@ def test_a_row_has_the_same_bits_in_every_batch(int8: bool) -> None:
     weight = torch.randn(96, 128, generator=generator).bfloat16()
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        rows_are_independent(Linear(weight, int8=int8), x)
-        rows_are_independent(Linear(weight, gated=True, int8=int8), x)
+        rows_are_independent(Linear(weight, precision=Precision(torch.int8 if int8 else None)), x)
+        rows_are_independent(Linear(weight, gated=True, precision=Precision(torch.int8 if int8 else None)), x)
 
 
 def test_a_column_has_the_same_bits_beside_any_other_columns() -> None:
@@ -96,7 +97,7 @@ def test_a_column_has_the_same_bits_beside_any_other_columns() -> None:
 def test_a_value_that_is_not_finite_stays_in_its_row() -> None:
     weight = torch.randn(64, 64).bfloat16()
     for int8 in (False, True):
-        layer = Linear(weight, int8=int8)
+        layer = Linear(weight, precision=Precision(torch.int8 if int8 else None))
         x = torch.randn(9, 64).bfloat16()
         clean = layer(x)
         for value in (float("nan"), float("inf"), float("-inf")):
