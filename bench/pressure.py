@@ -25,17 +25,16 @@ class Oracle(OutputLengths):
 
 
 class Script:
-    """A runner that ends each output at the length in the workload, with an end-of-text id."""
+    """Ends each output of a runner at the length in the workload, with an end-of-text id."""
 
     def __init__(self, runner: Runner, eos: int) -> None:
-        self._runner = runner
+        self._launch = runner.launch
         self._eos = eos
         self.ends: dict[str, int] = {}
-        self.move = runner.move
-        self.forget = runner.forget
+        runner.launch = self.launch  # type: ignore[method-assign]
 
     def launch(self, plan: Plan) -> Computed:
-        sampled = self._runner.launch(plan).result()
+        sampled = self._launch(plan).result()
         ids = tuple(
             self._eos if seq.num_output_tokens + 1 >= self.ends[seq.request.id] else self._eos + 1 + number % 1000
             for number, seq in enumerate(plan.sampling)
@@ -99,7 +98,7 @@ def report(model: str, dtype: str, count: int, rounds: int) -> None:
         cache = CacheOptions(num_blocks=blocks, swap_bytes=setting.swap_bytes)
         options = ModelOptions(model, dtype=dtype, max_model_len=2048)  # type: ignore[arg-type]  # `load_model` checks it
         engine, loaded = build_engine(options, config, cache)
-        script = engine.runner = Script(engine.runner, min(loaded.generation.eos_token_ids))
+        script = Script(engine.runner, min(loaded.generation.eos_token_ids))
         engines[setting] = engine, script
         if setting.oracle:
             engine.scheduler.lengths = Oracle()

@@ -61,7 +61,10 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
     backend = get_backend(cache.attention, loaded.cache_spec(config.block_size))
     loaded.batch_invariant = loaded.batch_invariant and backend.batch_invariant
     available = available_bytes()
-    config = dataclasses.replace(config, block_size=backend.spec.block_size, max_model_len=loaded.max_model_len)
+    overlap = loaded.device.type == "cuda" if config.overlap is None else config.overlap
+    config = dataclasses.replace(
+        config, block_size=backend.spec.block_size, max_model_len=loaded.max_model_len, overlap=overlap
+    )
     config = _sized(config, cache, backend, available)
     pool = torch.empty((config.num_blocks, backend.block_bytes), dtype=torch.uint8, device=loaded.device)
     host = _host_tier(config.host_slots, backend.block_bytes, cache.swap_file, loaded.device)
@@ -98,6 +101,7 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
         pool_mib=config.num_blocks * backend.block_bytes >> 20,
         host_mib=config.host_slots * backend.block_bytes >> 20,
         batch_invariant=loaded.batch_invariant,
+        overlap=overlap,
     )
     return engine, loaded
 

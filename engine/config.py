@@ -52,6 +52,9 @@ class EngineConfig:
     """How often other sequences may be admitted before a waiting sequence for which there is no room."""
     aging_seconds: float = 30
     """Seconds after which a waiting request is served before new requests of the next higher lane."""
+    overlap: bool | None = None
+    """Whether a step is scheduled and launched while the device computes the step before it. None: no; `engine.build`
+    replaces None by yes on a GPU."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_blocks"):

@@ -1,51 +1,33 @@
-"""The engine step: apply cancels and deadlines → schedule → forward → sample → commit → return deltas and results."""
+"""The engine step: apply cancels and deadlines → schedule → launch → settle → return deltas and results.
+
+With overlap one step stays in flight: a step is launched before the ids of the step before it are known, so that the
+device computes while the host schedules. `Pipeline` launches and settles; without overlap each step is settled directly
+after its launch.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
-import structlog
 import torch
 
 from engine.canary import Canary
-from engine.choice import append, final_output, take_delta
 from engine.config import EngineConfig
 from engine.limits import limit_tokens, validate
-from engine.outputs import Delta, EngineBroken, EngineStats, Fault, Finished, Outcome, StepOutput
+from engine.live import Ending, LiveRequests
+from engine.outputs import EngineBroken, EngineStats, Outcome, StepOutput
+from engine.pipeline import Pipeline
 from engine.request import InvalidRequest, Request
 from engine.runner import Runner
-from engine.sampling.sampler import Sampled
 from engine.sampling.text import TextStream, TokenBytes
-from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.integrity import check_idle, check_scheduler
 from engine.scheduling.plan import Plan
 from engine.scheduling.policy import PreemptionCost
 from engine.scheduling.scheduler import Scheduler
-from engine.sequence import FinishReason, RequestState, Sequence, SequenceStatus
-from engine.suspects import Suspects, is_out_of_memory
-
-log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class _Ending:
-    """The end of a request that was cancelled, dropped, expired or failed; applied once no forward pass uses it."""
-
-    outcome: Outcome | None
-    """None: the request ends without a `Finished`."""
-    fault: Fault | None = None
-    message: str | None = None
-
-
-_FORCED = {
-    Outcome.CANCELLED: (SequenceStatus.CANCELLED, FinishReason.CANCELLED),
-    Outcome.EXPIRED: (SequenceStatus.FINISHED, FinishReason.EXPIRED),
-    Outcome.FAILED: (SequenceStatus.FINISHED, FinishReason.ERROR),
-}
+from engine.sequence import RequestState, Sequence
+from engine.suspects import Suspects
 
 
 class Engine:
@@ -90,20 +72,19 @@ class Engine:
         self.runner = runner
         self._token_bytes = token_bytes
         self._num_ids = num_ids
-        self._eos = eos_token_ids
         self._clock = clock
-        self._requests: dict[str, RequestState] = {}
-        self._endings: dict[str, _Ending] = {}
-        self._deadlines = Deadlines()
+        self._suspects = Suspects()
+        self._live = LiveRequests(self.scheduler, runner)
+        self._pipeline = Pipeline(self.scheduler, runner, self._live, self._suspects, eos_token_ids)
+        self.overlap = bool(config.overlap)
+        """Whether a step stays in flight while the next one is scheduled; may be changed between two steps."""
         self.waits = False
         """Whether the last step computed nothing because every request that could run is on hold."""
         self._canary = Canary(self.scheduler, runner, token_bytes, canary)
         self._plan_under_way = Plan()
-        self._suspects = Suspects()
         self._arrivals = 0
         self._furthest: dict[int, tuple[int, int]] = {}
         """Priority → the highest `Request.place` added so far."""
-        self._steps = 0
 
     # ── adding and ending requests ────────────────────────────────────────────────────────────────────────────────
 
@@ -141,22 +122,20 @@ class Engine:
             InvalidRequest: a request with the same id has not ended yet.
         """
         self.validate(request)
-        if request.id in self._requests:
+        if request.id in self._live.by_id:
             raise InvalidRequest(f"id: a request {request.id!r} is still being worked on")
         state = RequestState(request, self._arrivals, self._new_turn(request, turn))
         self._arrivals += 1
-        self._requests[request.id] = state
         params = request.params
         state.sequences = [
             Sequence(state, index, TextStream(self._token_bytes, params.stop, params.skip_special_tokens))
             for index in range(params.n)
         ]
-        self.scheduler.add(state)
-        self._deadlines.add(state)
+        self._live.add(state)
 
     def turn(self, request_id: str) -> float | None:
         """Return the sort key of a request in the order of service, in seconds; None for an unknown id."""
-        state = self._requests.get(request_id)
+        state = self._live.by_id.get(request_id)
         return None if state is None else state.turn
 
     def _new_turn(self, request: Request, earlier: float | None) -> float:
@@ -174,19 +153,19 @@ class Engine:
 
     def cancel(self, request_id: str) -> None:
         """End a request and keep its partial output; the next `step` returns its `Finished`. Ignore unknown ids."""
-        self._end_soon(request_id, _Ending(Outcome.CANCELLED))
+        self._live.end_soon(request_id, Ending(Outcome.CANCELLED))
 
     def drop(self, request_id: str) -> None:
         """End a request without a `Finished`, for example since another worker runs it now. Ignore unknown ids."""
-        self._end_soon(request_id, _Ending(None))
+        self._live.end_soon(request_id, Ending(None))
 
     def hold(self, request_id: str) -> None:
         """Compute no token of a request until `release`; the gate calls this. Ignore unknown ids.
 
         The request keeps its place in the order of service, but is preempted before requests that are not on hold.
         """
-        if request_id in self._requests:
-            self._requests[request_id].on_hold = True
+        if request_id in self._live.by_id:
+            self._live.by_id[request_id].on_hold = True
 
     def release(self, request_id: str) -> bool:
         """Let a request run that was on hold.
@@ -194,69 +173,70 @@ class Engine:
         Returns:
             False if the request is not on hold, has ended, or ends with the next step.
         """
-        state = self._requests.get(request_id)
+        state = self._live.by_id.get(request_id)
         if state is None or not state.on_hold:
             return False
         state.on_hold = False
-        return request_id not in self._endings
-
-    def _end_soon(self, request_id: str, ending: _Ending) -> None:
-        if request_id in self._requests and (ending.outcome is None or request_id not in self._endings):
-            self._endings[request_id] = ending
+        return request_id not in self._live.endings
 
     # ── the step ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended yet."""
-        return bool(self._requests)
+        """Whether any request has not ended, or a step is in flight, or output waits for the next `step`."""
+        return bool(self._live.by_id or self._pipeline.flights) or self._live.has_output
 
     @property
     def computing(self) -> frozenset[str]:
-        """Ids of the requests in the current step, or in the last step if that one raised. Any thread may read it."""
-        return frozenset(piece.seq.request.id for piece in self._plan_under_way.slices)
+        """Ids of the requests in the current step and in those in flight; if a step raised, in the last ones. Any
+        thread may read it."""
+        plans = (self._plan_under_way, *(flight.plan for flight in self._pipeline.flights))
+        return frozenset(piece.seq.request.id for plan in plans for piece in plan.slices)
 
     def check(self) -> None:
-        """Run the canary, a small fixed prompt, alone. If no block is free for it, the check counts as passed.
+        """Settle the step in flight, then run the canary, a small fixed prompt, alone. If no block is free for it, the
+        check counts as passed.
 
         Raises:
             EngineBroken: the canary failed.
+            torch.AcceleratorError: the device is lost.
         """
+        self._pipeline.settle()
         wrong = self._canary.run()
         if wrong is not None:
             raise EngineBroken(f"the engine fails for its own fixed test prompt: {wrong}")
 
     def step(self) -> StepOutput:
-        """Run one step: apply cancels and deadlines, schedule, run the forward pass, sample and commit.
+        """Run one step: apply cancels and deadlines, schedule, launch, and settle.
+
+        With `overlap` the step before is settled, and the launched step stays in flight. A step that
+        cannot launch anything settles what is in flight.
 
         Returns:
             The new text of each sequence, and the final output of each request that ended. Both may be empty.
 
         Raises:
             EngineBroken: a request failed, or ran alone in a step that raised, and the canary failed after it; or
-                blocks could not be copied. The cause is this process, not a request: no `Finished` is returned.
+                blocks could not be copied; or the results of a step are lost. The cause is this process, not a request:
+                no `Finished` is returned.
             torch.AcceleratorError: the device is lost.
         """
-        deltas: list[Delta] = []
-        finished: list[Finished] = []
-        for request_id in self._deadlines.due(self._clock(), self._requests):
-            self._end_soon(request_id, _Ending(Outcome.EXPIRED))
-        self._apply_endings(deltas, finished)
-        plan = self._plan_under_way = self._plan(deltas, finished)
+        self._live.expire(self._clock())
+        self._live.apply_drops()
+        if self._pipeline.must_settle():
+            self._pipeline.settle()
+        self._live.apply_endings()
+        plan = self._plan_under_way = self._plan()
         if plan.moves:
             self._move(plan)
         self.scheduler.moved()
-        if plan.slices:
-            self._steps += 1
-            sampled = self._execute(plan)
-            if sampled is not None:
-                self._commit(plan, sampled, deltas, finished)
-            self._apply_endings(deltas, finished)
+        launched = bool(plan.slices) and self._pipeline.launch(plan)
+        self._pipeline.settle(keep=1 if launched and self.overlap else 0)
         self._plan_under_way = Plan()
-        if self._suspects.in_doubt or any(last.fault is not None and last.fault.may_be_engine for last in finished):
+        if self._suspects.in_doubt or self._live.doubtful:
             self._suspects.in_doubt = False
             self.check()
-        return StepOutput(tuple(deltas), tuple(finished))
+        return self._live.take_output()
 
     def _move(self, plan: Plan) -> None:
         try:
@@ -266,10 +246,10 @@ class Engine:
         except Exception as error:
             raise EngineBroken(f"blocks cannot be copied: {type(error).__name__}: {error}") from error
 
-    def _plan(self, deltas: list[Delta], finished: list[Finished]) -> Plan:
+    def _plan(self) -> Plan:
         """Schedule a step, and pass the requests that are scheduled for the first time to the gate."""
         while True:
-            suspect = self._suspects.next(self._requests)
+            suspect = self._suspects.next(self._live.by_id)
             plan = self.scheduler.schedule(only=suspect)
             if suspect and not plan.slices:
                 self._suspects.skip()
@@ -279,112 +259,11 @@ class Engine:
                 for state in new:
                     state.gated = True
                 self.gate([state.request for state in new])
-                self._apply_endings(deltas, finished)
+                self._live.apply_endings()
                 plan = plan.runnable()
-            idle = not (plan.slices or plan.preempted or plan.moves)
-            self.waits = idle and any(state.on_hold for state in self._requests.values())
+            idle = not (plan.slices or plan.preempted or plan.moves or self._pipeline.flights)
+            self.waits = idle and any(state.on_hold for state in self._live.by_id.values())
             return plan
-
-    def _execute(self, plan: Plan) -> Sampled | None:
-        """Run the forward pass and sample.
-
-        If it raises, abandon the plan and return None. With several tokens, out of memory makes the next steps smaller;
-        any other error makes the requests suspects.
-        """
-        try:
-            sampled = self.runner.launch(plan).result()
-        except torch.AcceleratorError:
-            raise  # the device is lost: this process must stop, so that no further request is blamed for it
-        except Exception as error:  # any error must end at most one request, not all of them
-            message = f"{type(error).__name__}: {error}"
-            log.exception("step_failed", requests=len(plan.slices), tokens=plan.num_tokens, message=message)
-            self.scheduler.abandon(plan)
-            if is_out_of_memory(error) and plan.num_tokens > 1:
-                self.scheduler.shrink(plan)
-            elif (fault := self._suspects.blame(plan, error)) is not None:
-                self._end_soon(plan.slices[0].seq.request.id, _Ending(Outcome.FAILED, fault, message))
-            return None
-        self._suspects.clear(plan)
-        return sampled
-
-    def _commit(self, plan: Plan, sampled: Sampled, deltas: list[Delta], finished: list[Finished]) -> None:
-        asked = [piece.seq for piece in plan.slices if piece.prompt_rows]
-        for seq, found in zip(asked, sampled.prompt_logprobs, strict=True):
-            seq.prompt_logprobs += found
-        self.scheduler.launched(plan)
-        self.scheduler.settled(plan)
-        for seq, token, logprobs in zip(plan.sampling, sampled.token_ids, sampled.logprobs, strict=True):
-            if token is None:
-                message = "the model returned logits that are not finite"
-                self._end_soon(seq.request.id, _Ending(Outcome.FAILED, Fault.NON_FINITE_LOGITS, message))
-                continue
-            if logprobs is not None:
-                seq.logprobs.append(logprobs)
-            try:
-                append(seq, token, self._eos)
-            except BaseException as error:  # a panic of the Rust tokenizer is not an Exception
-                log.exception("text_failed", id=seq.request.id)
-                message = f"the text could not be decoded: {type(error).__name__}: {error}"
-                self._end_soon(seq.request.id, _Ending(Outcome.FAILED, Fault.INTERNAL, message))
-                continue
-            if seq.matcher is not None and seq.matcher.error is not None:
-                ending = _Ending(Outcome.FAILED, Fault.GRAMMAR, f"the grammar engine failed: {seq.matcher.error}")
-                self._end_soon(seq.request.id, ending)
-                continue
-            self._send(seq, deltas)
-            if seq.finish_reason is not None:
-                self.scheduler.lengths.learn(seq.num_output_tokens)
-                self._retire(seq, SequenceStatus.FINISHED)
-                self._close(seq.state, Outcome.SUCCEEDED, None, None, finished)
-
-    # ── endings ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _apply_endings(self, deltas: list[Delta], finished: list[Finished]) -> None:
-        """End the requests that were cancelled, dropped, expired or failed since the last call."""
-        while self._endings:
-            request_id, ending = self._endings.popitem()
-            state = self._requests.get(request_id)
-            if state is None:
-                continue
-            status, reason = _FORCED.get(ending.outcome or Outcome.CANCELLED, _FORCED[Outcome.CANCELLED])
-            for seq in state.sequences:
-                if not seq.status.ended:
-                    seq.finish_reason = reason
-                    with contextlib.suppress(BaseException):  # text that cannot be decoded is left out
-                        seq.text.finish()
-                    self._send(seq, deltas)
-                    self._retire(seq, status)
-            self._close(state, ending.outcome, ending.fault, ending.message, finished)
-
-    def _send(self, seq: Sequence, deltas: list[Delta]) -> None:
-        """Append the delta of a sequence, if it has new text or ids."""
-        delta = take_delta(seq)
-        if delta is not None:
-            deltas.append(delta)
-
-    def _retire(self, seq: Sequence, status: SequenceStatus) -> None:
-        """Free the blocks and the sampler state of a sequence that ends."""
-        self.scheduler.end(seq, status)
-        self.runner.forget(seq)
-
-    def _close(
-        self,
-        state: RequestState,
-        outcome: Outcome | None,
-        fault: Fault | None,
-        message: str | None,
-        finished: list[Finished],
-    ) -> None:
-        """If all choices of a request have ended, forget the request and append its `Finished`."""
-        if not all(seq.status.ended for seq in state.sequences):
-            return
-        request = state.request
-        del self._requests[request.id]
-        self._endings.pop(request.id, None)
-        if not self._requests:
-            self._deadlines.clear()
-        if outcome is not None:
-            finished.append(final_output(state, outcome, fault, message))
 
     # ── statistics and self-check ─────────────────────────────────────────────────────────────────────────────────
 
@@ -400,7 +279,7 @@ class Engine:
             cached_blocks=blocks.device.num_cached,
             host_slots=blocks.host.size,
             free_host_slots=blocks.host.num_free,
-            steps=self._steps,
+            steps=self._pipeline.steps,
             preemptions_recompute=self.scheduler.recomputes,
             preemptions_swap=self.scheduler.swaps,
             prefix_queries=self.scheduler.prefix_queries,
@@ -426,5 +305,6 @@ class Engine:
         Raises:
             engine.scheduling.block_pool.IntegrityError: a block leaked, or a sequence is in the wrong queue.
         """
-        live = (seq for state in self._requests.values() for seq in state.sequences if not seq.status.ended)
+        live = [seq for state in self._live.by_id.values() for seq in state.sequences if not seq.status.ended]
         check_scheduler(self.scheduler, live)
+        self._pipeline.check_integrity(live)

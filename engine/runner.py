@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -24,7 +24,8 @@ class InFlight(Protocol):
     """A step that was launched."""
 
     def result(self) -> Sampled:
-        """Wait until the step is computed, and return what it sampled. Called once.
+        """Wait until the step is computed, and return what it sampled. Called once, after the launch of at most one
+        later step, and in the order of the launches.
 
         Raises:
             torch.AcceleratorError: the device is lost.
@@ -42,7 +43,8 @@ class Runner(Protocol):
     def launch(self, plan: Plan) -> InFlight:
         """Start to compute `plan.slices` and to sample one id for each sequence of `plan.sampling`, in order.
 
-        On a GPU this returns before the device has computed. If it raises, the step counts as not computed.
+        On a GPU this returns before the device has computed. If it raises, the step counts as not computed. The last
+        id of a sequence may be pending (`Sequence.num_pending`): the launch before sampled it.
         """
         ...
 
@@ -51,8 +53,24 @@ class Runner(Protocol):
         ...
 
 
+class _Kept:
+    """A launched step whose result may be fetched several times."""
+
+    def __init__(self, drawn: InFlight) -> None:
+        self._drawn = drawn
+        self._sampled: Sampled | None = None
+
+    def result(self) -> Sampled:
+        if self._sampled is None:
+            self._sampled = self._drawn.result()
+        return self._sampled
+
+
 class ModelRunner:
-    """Runs the fused decoder or a model of transformers on one device."""
+    """Runs the fused decoder or a model of transformers on one device.
+
+    It waits for the ids of the last step if the next one needs them before the engine has fetched them.
+    """
 
     def __init__(
         self,
@@ -83,6 +101,8 @@ class ModelRunner:
         self.block_size = block_size
         self.eos_token_ids = eos_token_ids
         self.bucket = bucket
+        self._last: tuple[tuple[int, ...], InFlight] = (), Computed(Sampled((), ()))
+        """Uids of the sequences that the last step sampled, and its result."""
 
     @torch.inference_mode()
     def move(self, plan: Plan) -> None:
@@ -96,16 +116,38 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> InFlight:
-        batch = self.batch(plan)
-        logits = self.model.forward(batch)
-        rows = [sampler_row(seq, self.eos_token_ids) for seq in plan.sampling]
-        return self.sampler.sample(logits, rows, None, prompt_rows(plan))
+        sampling = plan.sampling
+        pending = self._pending(plan)
+        logits = self.model.forward(self.batch(plan, pending))
+        if pending:
+            last = torch.tensor([pending.get(seq.uid, 0) for seq in sampling], dtype=torch.int32, device=logits.device)
+            rows = [sampler_row(seq, self.eos_token_ids, i, seq.uid in pending) for i, seq in enumerate(sampling)]
+            drawn = self.sampler.sample(logits, rows, last, prompt_rows(plan))
+        else:
+            rows = [sampler_row(seq, self.eos_token_ids) for seq in sampling]
+            drawn = self.sampler.sample(logits, rows, None, prompt_rows(plan))
+        step = _Kept(drawn)
+        self._last = tuple(seq.uid for seq in sampling), step
+        return step
+
+    def _pending(self, plan: Plan) -> dict[int, int]:
+        """Return the pending ids of the sequences of a plan, by uid; an id from logits that were not finite is 0."""
+        if not any(piece.seq.num_pending for piece in plan.slices):
+            return {}
+        uids, step = self._last
+        ids = {uid: token or 0 for uid, token in zip(uids, step.result().token_ids, strict=True)}
+        return {piece.seq.uid: ids[piece.seq.uid] for piece in plan.slices if piece.seq.num_pending}
 
     def forget(self, seq: Sequence) -> None:
         self.sampler.forget(seq.uid)
 
-    def batch(self, plan: Plan) -> Batch:
-        """Build the arrays of a step; rows from `plan.num_tokens` on are padding."""
+    def batch(self, plan: Plan, pending: Mapping[int, int]) -> Batch:
+        """Build the arrays of a step; rows from `plan.num_tokens` on are padding.
+
+        Args:
+            plan: the step.
+            pending: uid → pending id, the last id of the sequence.
+        """
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -117,6 +159,8 @@ class ModelRunner:
             seq, end = piece.seq, piece.start + piece.num_tokens
             table = seq.block_table
             ids += seq.tokens[piece.start : end]
+            if end > len(seq.tokens):
+                ids.append(pending[seq.uid])
             positions += range(piece.start, end)
             slots += [table[p // size] * size + p % size for p in range(piece.start, end)]
             cu_seqlens.append(len(ids))

@@ -20,6 +20,9 @@ class Suspects:
         self.in_doubt = False
         """Whether a request raised alone for the first time, so that the canary must run."""
 
+    def __bool__(self) -> bool:
+        return bool(self._ids)
+
     def next(self, live: Mapping[str, RequestState]) -> RequestState | None:
         """Return the first suspect that has not ended; None if there is none.
 

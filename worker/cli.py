@@ -52,8 +52,9 @@ def _complaint(error: dict[str, Any], names: Mapping[str, str]) -> str:
 def _metavar(info: FieldInfo) -> str:
     """Return the placeholder of a value in the help: `a|b|c`, INTEGER, FLOAT, SIZE, NAMES or TEXT."""
     kinds = [a for a in get_args(info.annotation) if a is not type(None)] or [info.annotation]
-    if get_origin(info.annotation) is Literal:
-        return "|".join(map(str, get_args(info.annotation)))
+    literal = next((kind for kind in (info.annotation, *kinds) if get_origin(kind) is Literal), None)
+    if literal is not None:
+        return "|".join(map(str, get_args(literal)))
     if info.annotation == tuple[str, ...]:
         return "NAMES"
     if info.metadata and info.annotation is int and any(isinstance(m, BeforeValidator) for m in info.metadata):

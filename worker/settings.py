@@ -206,6 +206,10 @@ class Settings(BaseSettings):
     enable_prefix_caching: bool = Field(
         default=DEFAULTS.prefix_caching, description="Share the KV blocks of equal prompt prefixes."
     )
+    overlap: Literal["on", "off"] | None = Field(
+        default=None,
+        description="Schedule a step while the device computes the step before it. Default: on on a GPU, else off.",
+    )
 
     # The queue
     redis: Annotated[str, AfterValidator(check_url)] = Field(default=DEFAULT_URL, description="URL of Redis or Valkey.")
@@ -333,6 +337,7 @@ class Settings(BaseSettings):
             prefix_caching=self.enable_prefix_caching,
             max_overtakes=self.max_overtakes,
             aging_seconds=self.aging_seconds,
+            overlap=None if self.overlap is None else self.overlap == "on",
         )
 
 

@@ -10,10 +10,9 @@ import sys
 import time
 from typing import Any
 
-from engine.runner import Computed
 from engine.scheduling.plan import Plan
 from tests.chaos.jobs import LIMITS
-from tests.engine.stub import make_engine
+from tests.engine.stub import Flight, make_engine
 from tests.worker.fakes import FakeModel
 from tests.worker.harness import Refusal
 from worker.cli import settings_from
@@ -26,9 +25,10 @@ def load(settings: Any) -> Loaded:
     engine, runner = make_engine(garbage=os.getpid(), **LIMITS)
     launch, pause = runner.launch, float(os.environ.get("CHAOS_STEP", "0"))
 
-    def slow(plan: Plan) -> Computed:
+    def slow(plan: Plan) -> Flight:
         time.sleep(pause)
         runner.plans.clear()
+        runner.events.clear()
         return launch(plan)
 
     runner.launch = slow  # type: ignore[method-assign]

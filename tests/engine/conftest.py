@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.engine import stub
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -12,3 +14,10 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=[False, True], ids=["in_turn", "overlap"])
+def overlap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the engines of `make_engine` keep a step in flight; a test that uses this runs both ways."""
+    monkeypatch.setattr(stub, "OVERLAP", request.param)
+    return bool(request.param)

@@ -17,8 +17,10 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.outputs import Delta, Finished, StepOutput, TokenLogprobs
 from engine.request import Request, SamplingParams
-from engine.runner import Computed, sampler_row
-from engine.sampling.sampler import Row, Sampled, Sampler, token_logprobs
+from engine.runner import sampler_row
+from engine.sampling.logprobs import token_logprobs
+from engine.sampling.row import Sampled
+from engine.sampling.sampler import Sampler
 from engine.sampling.structured import Grammar
 from engine.scheduling.block_manager import Moves
 from engine.scheduling.plan import Draft, Plan, Slice
@@ -28,6 +30,8 @@ Entries = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
 VOCAB = 61
 EOS = 0
+OVERLAP = False
+"""Whether engines overlap steps that `make_engine` is not told about; the fixture `overlap` sets it."""
 _ODD = np.uint64(6_364_136_223_846_793_005)
 _IDS = np.arange(VOCAB, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 _POWERS = np.cumprod(np.full(1024, _ODD))
@@ -41,8 +45,25 @@ def logits_of(entries: Entries) -> torch.Tensor:
     return torch.from_numpy((mixed >> np.uint64(54)).astype(np.float32) / 100)
 
 
+class Flight:
+    """A step of the stub whose ids nothing but the device's `last` knows before `result`."""
+
+    def __init__(self, runner: StubRunner, number: int, sampled: Sampled) -> None:
+        self._runner = runner
+        self._number = number
+        self._sampled = sampled
+
+    def result(self) -> Sampled:
+        self._runner.landed(self._number)
+        return self._sampled
+
+
 class StubRunner:
-    """Plays `Runner` over a pool of integers that starts as garbage."""
+    """Plays `Runner` over a pool of integers that starts as garbage.
+
+    Like a device, it knows the sampled ids as soon as a step was launched, and the engine knows them after `result`: a
+    launch takes a pending id from `last`, never from `Sequence.tokens`.
+    """
 
     def __init__(self, config: EngineConfig, garbage: int = 0) -> None:
         self.block_size = config.block_size
@@ -55,6 +76,18 @@ class StubRunner:
         self.poisons: set[str] = set()
         """Ids of requests whose logits are NaN."""
         self.plans: list[Plan] = []
+        self.events: list[str] = []
+        """`launch 0`, `result 0` and so on, in order."""
+        self.last: dict[int, int] = {}
+        """Uid of each sequence that sampled → its last id; -1 after logits that were not finite."""
+        self.most_in_flight = 2 if config.overlap else 1
+        self._launched = 0
+        self._in_flight: list[int] = []
+
+    def landed(self, number: int) -> None:
+        """Record that the result of a step was fetched, which must happen once and in the order of the launches."""
+        assert self._in_flight.pop(0) == number, "results are fetched in the order of the launches, once"
+        self.events.append(f"result {number}")
 
     def move(self, plan: Plan) -> None:
         device, host = self.pool.reshape(-1, self.block_size), self.host
@@ -68,22 +101,45 @@ class StubRunner:
             for to, entries in copied:
                 target[to] = entries
 
-    def launch(self, plan: Plan) -> Computed:
+    def launch(self, plan: Plan) -> Flight:
         self.plans.append(plan)
         for piece in plan.slices:
             if piece.seq.request.id in self.raises:
                 raise RuntimeError("the stub was told to raise")
             end = piece.start + piece.num_tokens
-            tokens = np.array(piece.seq.tokens[piece.start : end], dtype=np.uint64)
+            tokens = np.array(self._known(piece.seq, end)[piece.start :], dtype=np.uint64)
             positions = np.arange(piece.start, end, dtype=np.uint64)
             entries = (tokens * np.uint64(1_000_003) + positions * np.uint64(7_919) + np.uint64(12_345)) * _ODD
             self.pool[self._slots(piece.seq, end)[piece.start :]] = entries
         prompts = tuple(self._prompt_logprobs(piece) for piece in plan.slices if piece.prompt_rows)
-        rows = [self._logits(piece.seq) for piece in plan.slices for _ in piece.sampling]
-        if not rows:
-            return Computed(Sampled((), (), prompts))
-        sampled = self.sampler.sample(torch.stack(rows), [_row(seq) for seq in plan.sampling]).result()
-        return Computed(dataclasses.replace(sampled, prompt_logprobs=prompts))
+        return self._launch(dataclasses.replace(self._sample(plan), prompt_logprobs=prompts))
+
+    def _launch(self, sampled: Sampled) -> Flight:
+        number = self._launched
+        self._launched += 1
+        self._in_flight.append(number)
+        assert len(self._in_flight) <= self.most_in_flight, "too many steps in flight"
+        self.events.append(f"launch {number}")
+        return Flight(self, number, sampled)
+
+    def _known(self, seq: Sequence, end: int) -> list[int]:
+        """Return the first `end` ids of a sequence as the device knows them: the pending id comes from `last`."""
+        assert seq.num_pending in (0, 1)
+        assert not seq.num_pending or seq.matcher is None, "the mask needs the id that is pending"
+        assert end <= seq.num_tokens, "a token that was never sampled"
+        ids = seq.tokens[:end]
+        return [*ids, max(0, self.last[seq.uid])] if end > len(ids) else ids
+
+    def _sample(self, plan: Plan) -> Sampled:
+        if not plan.sampling:
+            return Sampled((), ())
+        logits = torch.stack([self._logits(piece.seq) for piece in plan.slices for _ in piece.sampling])
+        last = torch.tensor([self.last.get(seq.uid, -1) for seq in plan.sampling], dtype=torch.int32)
+        rows = [sampler_row(seq, frozenset({EOS}), i, seq.num_pending > 0) for i, seq in enumerate(plan.sampling)]
+        sampled = self.sampler.sample(logits, rows, last).result()
+        for seq, token in zip(plan.sampling, sampled.token_ids, strict=True):
+            self.last[seq.uid] = -1 if token is None else token
+        return sampled
 
     def _prompt_logprobs(self, piece: Slice) -> tuple[TokenLogprobs, ...]:
         seq, rows = piece.seq, piece.prompt_rows
@@ -94,6 +150,7 @@ class StubRunner:
 
     def forget(self, seq: Sequence) -> None:
         self.sampler.forget(seq.uid)
+        self.last.pop(seq.uid, None)
 
     def _slots(self, seq: Sequence, end: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Return the slots of the first `end` tokens of a sequence."""
@@ -104,10 +161,6 @@ class StubRunner:
         if seq.request.id in self.poisons:
             return torch.full((VOCAB,), torch.nan)
         return logits_of(self.pool[self._slots(seq, seq.num_tokens)])
-
-
-def _row(seq: Sequence) -> Row:
-    return sampler_row(seq, frozenset({EOS}))
 
 
 def token_bytes(token: int, skip_special: bool = True) -> bytes:
@@ -122,7 +175,8 @@ def decode(ids: Iterable[int], skip_special_tokens: bool = True) -> str:
 
 def make_engine(garbage: int = 0, **limits: object) -> tuple[Engine, StubRunner]:
     """An engine over the stub; `limits` are fields of EngineConfig."""
-    config = EngineConfig(**{"max_model_len": 64, "block_size": 4, "num_blocks": 64, **limits})  # type: ignore[arg-type]
+    usual = {"max_model_len": 64, "block_size": 4, "num_blocks": 64, "overlap": OVERLAP}
+    config = EngineConfig(**{**usual, **limits})  # type: ignore[arg-type]
     runner = StubRunner(config, garbage)
     return Engine(config, runner, token_bytes=token_bytes, num_ids=VOCAB, eos_token_ids=frozenset({EOS})), runner
 
@@ -163,6 +217,7 @@ def expect_short_outputs(engine: Engine) -> None:
 
 def preempt(engine: Engine, request_id: str) -> None:
     """Take the blocks of all running sequences of a request now, between two steps, and make the copies."""
+    engine._pipeline.settle()
     scheduler = engine.scheduler
     for seq in [seq for seq in scheduler.running if seq.request.id == request_id]:
         scheduler._preempt(seq, Draft(0, None))
@@ -213,8 +268,8 @@ def run(engine: Engine, *requests: Request, limit: int = 10_000) -> dict[str, Fi
 
 
 def alone(one: Request, **limits: object) -> Finished:
-    """Run the same request on an idle engine of its own, with enough blocks."""
-    engine, _ = make_engine(garbage=99, **{"num_blocks": 256, "block_size": 4, **limits})
+    """Run the same request on an idle engine of its own, with enough blocks and without overlap."""
+    engine, _ = make_engine(garbage=99, **{"num_blocks": 256, "block_size": 4, "overlap": False, **limits})
     params = dataclasses.replace(one.params, seed=one.noise_seed)
     copy = Request(one.id, one.prompt, params, cache_salt=one.cache_salt, grammar=one.grammar)
     return run(engine, copy)[one.id]
@@ -230,7 +285,10 @@ def expect_idle(engine: Engine) -> None:
     assert (scheduler.waiting._heap, scheduler.waiting._parked, scheduler.waiting._computing) == ([], {}, {})
     assert scheduler.children == {}
     assert scheduler.blocks.moves == Moves()
-    assert (engine._requests, engine._endings) == ({}, {})
-    assert engine._deadlines._heap == []
+    assert (engine._live.by_id, engine._live.endings) == ({}, {})
+    assert engine._live.deadlines._heap == []
+    assert (engine._pipeline.flights, engine._live.has_output, engine.computing) == ((), False, frozenset())
     sampler = engine.runner.sampler  # type: ignore[attr-defined]
     assert sampler.idle
+    if isinstance(engine.runner, StubRunner):
+        assert (engine.runner.last, engine.runner._in_flight) == ({}, [])

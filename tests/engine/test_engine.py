@@ -11,11 +11,22 @@ from engine.canary import CANARY_ID
 from engine.engine import Engine
 from engine.outputs import EngineBroken, Fault, Outcome, StepOutput
 from engine.request import InvalidRequest, PromptTooLong, Request
-from engine.runner import Computed
 from engine.scheduling.block_pool import IntegrityError
 from engine.scheduling.plan import Plan
 from engine.sequence import FinishReason
-from tests.engine.stub import Collector, alone, expect_idle, expect_short_outputs, make_engine, request, run, steps
+from tests.engine.stub import (
+    Collector,
+    Flight,
+    alone,
+    expect_idle,
+    expect_short_outputs,
+    make_engine,
+    request,
+    run,
+    steps,
+)
+
+pytestmark = pytest.mark.usefixtures("overlap")
 
 
 def test_a_request_ends_with_its_text_and_all_blocks_back() -> None:
@@ -258,7 +269,8 @@ def test_an_old_deadline_does_not_reach_a_later_request_of_the_same_id() -> None
     engine._clock = lambda: now[0]
     engine.add(request("other", [9], 30, ignore_eos=True))
     engine.add(request("a", [1], 1, deadline=5.0))
-    engine.step()
+    while not engine.step().finished:
+        pass
     engine.add(request("a", [1], 5, ignore_eos=True))
     now[0] = 6.0
     finished = {f.request_id: f for output in steps(engine) for f in output.finished}
@@ -360,7 +372,7 @@ class TestCanary:
         for i in range(2):
             engine.add(request(f"r{i}", [1, 2, 3]))
         with pytest.raises(EngineBroken, match="not finite"):
-            engine.step()
+            list(steps(engine))
 
     @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), MemoryError()])
     def test_an_engine_that_runs_out_of_memory_at_every_step_is_broken(self, error: Exception) -> None:
@@ -381,7 +393,7 @@ class TestCanary:
         engine, runner = make_engine()
         launch = runner.launch
 
-        def small(plan: Plan) -> Computed:
+        def small(plan: Plan) -> Flight:
             if any(piece.seq.num_tokens > 20 for piece in plan.slices):
                 raise torch.OutOfMemoryError("too long")
             return launch(plan)
@@ -395,7 +407,7 @@ class TestCanary:
         engine, runner = make_engine()
         launch, turn = runner.launch, itertools.count()
 
-        def flaky(plan: Plan) -> Computed:
+        def flaky(plan: Plan) -> Flight:
             if plan.slices[0].seq.request.id != CANARY_ID and next(turn) % 2 == 0:
                 raise RuntimeError("a passing fault")
             return launch(plan)
@@ -448,7 +460,7 @@ class TestCanary:
         engine._token_bytes = engine._canary._token_bytes = panics
         engine.add(request("a", [1, 2, 3]))
         with pytest.raises(EngineBroken, match="unreachable"):
-            engine.step()
+            list(steps(engine))
 
 
 class TestHold:

@@ -14,14 +14,13 @@ import torch
 from engine.engine import Engine
 from engine.outputs import Fault, Finished, Outcome
 from engine.request import Request
-from engine.runner import Computed
 from engine.scheduling.plan import Plan
 from engine.scheduling.policy import PreemptionCost
 from engine.sequence import SequenceStatus
 from tests.engine.grammars import letters
 from tests.engine.stub import (
     Collector,
-    StubRunner,
+    Flight,
     alone,
     expect_idle,
     expect_short_outputs,
@@ -33,6 +32,8 @@ from tests.engine.stub import (
 )
 
 LONGEST = 40
+
+pytestmark = pytest.mark.usefixtures("overlap")
 
 
 def mixture(chance: random.Random, count: int = 12) -> list[Request]:
@@ -157,11 +158,11 @@ def test_a_preemption_at_any_output_index_changes_nothing(slots: int, index: int
     seen = Collector()
     for _ in range(index):
         seen.take(engine.step())
-    was = [len(seq.tokens) for seq in engine._requests["a"].sequences] if engine.has_work else []
+    was = [seq.num_tokens for seq in engine._live.by_id["a"].sequences]
     preempt(engine, "a")
     state = SequenceStatus.SWAPPED if slots else SequenceStatus.WAITING
-    assert all(seq.status is state for request in engine._requests.values() for seq in request.sequences)
-    assert [len(seq.tokens) for seq in engine._requests["a"].sequences] == was
+    assert all(seq.status is state for request in engine._live.by_id.values() for seq in request.sequences)
+    assert [len(seq.tokens) for seq in engine._live.by_id["a"].sequences] == was
     for output in steps(engine):
         seen.take(output)
     expect_idle(engine)
@@ -312,41 +313,39 @@ def test_swapping_pays_where_copying_costs_less_than_computing() -> None:
 # ── out of memory ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class SmallDevice(StubRunner):
-    """Raises what torch raises when a step is too large for the device."""
+def small_device(monkeypatch: pytest.MonkeyPatch, largest: int) -> tuple[Engine, list[int], list[int]]:
+    """An engine whose device raises as torch does when a step has more than `limit[0]` tokens.
 
-    largest = 6
-    seen: list[int]
+    Returns:
+        The engine, the limit (which may be changed), and the tokens of each step that was tried.
+    """
+    engine, runner = make_engine(max_num_batched_tokens=64)
+    launch, limit, tried = runner.launch, [largest], list[int]()
 
-    def launch(self, plan: Plan) -> Computed:
-        self.seen.append(plan.num_tokens)
-        if plan.num_tokens > self.largest:
+    def small(plan: Plan) -> Flight:
+        tried.append(plan.num_tokens)
+        if plan.num_tokens > limit[0]:
             raise torch.OutOfMemoryError("the device is too small for this step")
-        return super().launch(plan)
+        return launch(plan)
+
+    monkeypatch.setattr(runner, "launch", small)
+    return engine, limit, tried
 
 
-def small_device(largest: int) -> tuple[Engine, SmallDevice]:
-    engine, _ = make_engine(max_num_batched_tokens=64)
-    runner = SmallDevice(engine.config)
-    runner.largest, runner.seen = largest, []
-    engine.runner = runner
-    return engine, runner
-
-
-def test_out_of_memory_shrinks_the_step_and_every_request_goes_on() -> None:
-    engine, runner = small_device(6)
+def test_out_of_memory_shrinks_the_step_and_every_request_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _, tried = small_device(monkeypatch, 6)
     requests = [request(f"r{i}", [i + 1] * 20, 6, ignore_eos=True) for i in range(4)]
     finished = run(engine, *requests)
     for one in requests:
         check_against_alone(one, finished[one.id])
-    assert runner.seen[:4] == [64, 32, 16, 8]
+    assert tried[:4] == [64, 32, 16, 8]
 
 
-def test_the_step_grows_again_after_out_of_memory() -> None:
-    engine, runner = small_device(6)
+def test_the_step_grows_again_after_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, limit, _ = small_device(monkeypatch, 6)
     engine.add(request("a", [1] * 30, 2, ignore_eos=True))
     engine.step()
-    runner.largest = 1000
+    limit[0] = 1000
     for _ in steps(engine):
         pass
     for i in range(200):
@@ -354,7 +353,7 @@ def test_the_step_grows_again_after_out_of_memory() -> None:
     assert engine.scheduler.budget == 64
 
 
-def test_a_request_that_is_too_large_by_itself_fails_as_out_of_memory() -> None:
-    engine, _ = small_device(0)
+def test_a_request_that_is_too_large_by_itself_fails_as_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _, _ = small_device(monkeypatch, 0)
     last = run(engine, request("a", [1, 2], 2))["a"]
     assert (last.outcome, last.fault) == (Outcome.FAILED, Fault.OUT_OF_MEMORY)

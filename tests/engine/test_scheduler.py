@@ -8,6 +8,8 @@ from engine.engine import Engine
 from engine.scheduling.plan import Plan
 from tests.engine.stub import StubRunner, alone, expect_idle, expect_short_outputs, make_engine, request, run, steps
 
+pytestmark = pytest.mark.usefixtures("overlap")
+
 
 def shape(plan: Plan) -> list[tuple[str, int, int]]:
     """(request, start, count) of each slice."""
