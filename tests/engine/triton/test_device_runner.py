@@ -1,12 +1,10 @@
-"""The runner of a GPU with Triton's attention and CUDA graphs, on the pretended GPU: nothing waits, ids are the CPU's."""
+"""The runner of a GPU with Triton and CUDA graphs, on the pretended GPU: its ids are those of the CPU."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine.device_runner import DeviceRunner
 from engine.engine import Engine
