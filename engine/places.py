@@ -96,11 +96,16 @@ class BlockTables:
 
         Returns:
             Flat index into `entries` and new value of each entry that changed, `[D]` each.
+
+        Raises:
+            ValueError: a sequence has more blocks than a row holds.
         """
         size, width, known = self._block_size, self.entries.shape[1], self._lists
         tables = [seq.block_table for seq in seqs]
         first = starts // size
         last = (starts + counts - 1) // size
+        if last.max() >= width:
+            raise ValueError(f"a sequence of {int(last.max()) + 1} blocks is longer than the device's tables")
         rows = places.tolist()
         if not all(map(is_, map(known.__getitem__, rows), tables)):
             for i, (row, table) in enumerate(zip(rows, tables, strict=True)):
