@@ -73,7 +73,8 @@ def set_mode(engine: Engine, mode: str) -> None:
     import dataclasses
 
     graphs, overlap = MODES[mode]
-    engine.config = dataclasses.replace(engine.config, overlap=overlap)
+    changes: dict[str, Any] = {"overlap": overlap}
+    engine.config = dataclasses.replace(engine.config, **changes)
     if hasattr(engine.runner, "graphs"):
         engine.runner.graphs.active = graphs
 
@@ -156,17 +157,16 @@ def _measure(setup: Setup, engine: Engine, warm: int, steps: int, profiled: int)
 
 def _idle(run: Callable[[], Any]) -> float | None:
     """Return the idle share of the device while `run` runs, as the profiler sees it; None if it sees nothing."""
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    results = profiler.profiler.kineto_results
     spans = [
         (event.start_ns(), event.start_ns() + event.duration_ns())
         for event in results.events()
-        if event.device_type() == DeviceType.CUDA
+        if event.device_type() == torch._C._autograd.DeviceType.CUDA
     ]
     return idle_share(spans)
 

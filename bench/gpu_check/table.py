@@ -151,8 +151,9 @@ class Table:
 
     @property
     def failed(self) -> list[str]:
-        """The checks that failed or did not end, of the rows that prove something."""
-        return [line.what for row, _, line in self.lines if row.proves and line.result in ("FAILED", "timeout")]
+        """The checks that failed or did not end, of the rows that prove something; in the reduced form of all rows."""
+        lines = [line for row, _, line in self.lines if row.proves or self.setup.reduced]
+        return [line.what for line in lines if line.result in ("FAILED", "timeout")]
 
     def values(self, number: str) -> dict[str, float]:
         """Return all numbers of a row."""
