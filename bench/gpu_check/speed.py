@@ -81,7 +81,7 @@ def _backend(setup: Setup, layers: int, blocks: int) -> AttentionBackend:
     pool = torch.zeros((blocks, backend.block_bytes), dtype=torch.uint8, device=setup.device)
     backend.bind(pool)
     with contextlib.suppress(AttributeError):  # scratch memory for split contexts, where the backend keeps it
-        backend.reserve(128, 8192)  # type: ignore[attr-defined]
+        backend.reserve(128, 8192)
     return backend
 
 

@@ -62,21 +62,13 @@ def _steps(setup: Setup, shape: Shape, model: str | None = None) -> Iterator[Lin
 
 def graphs_of(engine: Engine) -> str:
     """Return the number of graphs, or why there are none."""
-    graphs = getattr(engine.runner, "graphs", None)
-    if graphs is None:
-        return "no graphs"
+    graphs = engine.runner.graphs  # type: ignore[attr-defined]
     return f"{graphs.count} graphs" if graphs.reason is None else f"no graphs: {graphs.reason}"
 
 
 def set_mode(engine: Engine, mode: str) -> None:
     """Let the next steps run eager, with graphs, or with graphs and overlap."""
-    import dataclasses
-
-    graphs, overlap = MODES[mode]
-    changes: dict[str, Any] = {"overlap": overlap}
-    engine.config = dataclasses.replace(engine.config, **changes)
-    if hasattr(engine.runner, "graphs"):
-        engine.runner.graphs.active = graphs
+    engine.runner.graphs.active, engine.overlap = MODES[mode]  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

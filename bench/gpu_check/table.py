@@ -38,10 +38,12 @@ class Setup:
     """Folder for files of the run, which is deleted at its end."""
     seconds: float = 60.0
     """Time box of the row."""
+    small: bool = False
+    """Whether a GPU gets the sizes of the reduced form, too."""
 
     def pick(self, full: Any, reduced: Any) -> Any:
         """Return the first value on a GPU, the second in the reduced form."""
-        return reduced if self.reduced else full
+        return reduced if self.reduced or self.small else full
 
 
 @dataclass(frozen=True)
