@@ -31,7 +31,7 @@ def errors(setup: Setup) -> Iterator[Line]:
     """Row 2: yield the error of every attention backend and of every fused operation, per dtype."""
     shapes = setup.pick(_SHAPES, ((2, 1, 16),))
     for name in backend_names():
-        if not backend_class(name).runs_on(torch.device(setup.device)) or (setup.reduced and name == "flash"):
+        if not backend_class(name).runs_on(torch.device(setup.device)) or (name == "flash" and setup.pick(False, True)):
             continue
         for dtype in setup.pick(tuple(DTYPES), ("float32",)):
             yield check(f"attention {name} {dtype}", partial(attention, setup, name, dtype, shapes))

@@ -138,6 +138,7 @@ def random_model(shape: Shape, dtype: torch.dtype, device: str, **fields: Any) -
         implementation="fused",
         implementation_reason="",
         cache_shape=(shape.layers, shape.kv_heads, shape.dim),
+        num_heads=shape.heads,
         make=lambda backend: Decoder(config, parameters, tables, backend),
         **fields,
     )

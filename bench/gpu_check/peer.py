@@ -92,9 +92,10 @@ def _generate_batch(setup: Setup, shape: Shape, prompts: list[list[int]], count:
 
 def stock_llama(shape: Shape, device: str, dtype: torch.dtype) -> Any:
     """Return transformers' Llama of a shape, with random weights made on the device."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
-    config = LlamaConfig(
+    library: Any = transformers
+    config = library.LlamaConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.inner,
@@ -112,7 +113,7 @@ def stock_llama(shape: Shape, device: str, dtype: torch.dtype) -> Any:
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return LlamaForCausalLM(config).eval()
+            return library.LlamaForCausalLM(config).eval()
     finally:
         torch.set_default_dtype(before)
 
@@ -123,12 +124,13 @@ def _generated(setup: Setup, model: Any, prompts: list[list[int]], count: int, o
     Raises:
         RuntimeError: a text is missing, or shorter than asked for.
     """
-    from transformers.generation import ContinuousBatchingConfig, GenerationConfig
+    import transformers.generation
 
+    library: Any = transformers.generation
     if setup.reduced:
         options = {**options, "num_blocks": 16, "max_batch_tokens": 64}
-    generation = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    batching = ContinuousBatchingConfig(allow_block_sharing=False, **options)
+    generation = library.GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = library.ContinuousBatchingConfig(allow_block_sharing=False, **options)
     try:
         for _ in range(2):
             begun = time.perf_counter()

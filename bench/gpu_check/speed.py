@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from unittest import mock
 
 import torch
@@ -25,15 +26,11 @@ def attention(setup: Setup) -> Iterator[Line]:
     copy = copy_bandwidth(setup)
     yield Line("copy", f"{copy / 1e9:.0f} GB/s, read and written", "", {"copy": copy})
     for context in setup.pick((1024, 8192), (40,)):
-        for batch in setup.pick((1, 32, 128), (2,)):
-            yield check(
-                f"decode {batch} x {context}", lambda batch=batch, context=context: _decode(setup, batch, context, copy)
-            )  # type: ignore[misc]
+        for count in setup.pick((1, 32, 128), (2,)):
+            yield check(f"decode {count} x {context}", partial(_decode, setup, count, context, copy))
     for name in ("short", "long", "128 x 64"):
         for length in setup.pick((2048, 8192), (40,)):
-            yield check(
-                f"prefill {length}, tile {name}", lambda name=name, length=length: _prefill(setup, name, length)
-            )  # type: ignore[misc]
+            yield check(f"prefill {length}, tile {name}", partial(_prefill, setup, name, length))
 
 
 def _shape(setup: Setup) -> tuple[int, int, int]:
@@ -84,12 +81,12 @@ def _backend(setup: Setup, layers: int, blocks: int) -> AttentionBackend:
     pool = torch.zeros((blocks, backend.block_bytes), dtype=torch.uint8, device=setup.device)
     backend.bind(pool)
     with contextlib.suppress(AttributeError):  # scratch memory for split contexts, where the backend keeps it
-        backend.reserve(128, 8192)  # type: ignore[attr-defined]
+        backend.reserve(128, 8192)
     return backend
 
 
 def _batch(setup: Setup, count: int, context: int, rows: int) -> AttentionBatch:
-    """Return `count` sequences with `context` tokens each, of which the last `rows` are computed, in shuffled blocks."""
+    """Return `count` sequences of `context` tokens, of which the last `rows` are computed, in shuffled blocks."""
     blocks = -(-context // 16)
     order = torch.randperm(count * blocks, generator=torch.Generator().manual_seed(0)).tolist()
     tables = tuple(tuple(order[s * blocks : (s + 1) * blocks]) for s in range(count))

@@ -62,20 +62,13 @@ def _steps(setup: Setup, shape: Shape, model: str | None = None) -> Iterator[Lin
 
 def graphs_of(engine: Engine) -> str:
     """Return the number of graphs, or why there are none."""
-    graphs = getattr(engine.runner, "graphs", None)
-    if graphs is None:
-        return "no graphs"
+    graphs = engine.runner.graphs  # type: ignore[attr-defined]
     return f"{graphs.count} graphs" if graphs.reason is None else f"no graphs: {graphs.reason}"
 
 
 def set_mode(engine: Engine, mode: str) -> None:
     """Let the next steps run eager, with graphs, or with graphs and overlap."""
-    import dataclasses
-
-    graphs, overlap = MODES[mode]
-    engine.config = dataclasses.replace(engine.config, overlap=overlap)
-    if hasattr(engine.runner, "graphs"):
-        engine.runner.graphs.active = graphs
+    engine.runner.graphs.active, engine.overlap = MODES[mode]  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -156,17 +149,16 @@ def _measure(setup: Setup, engine: Engine, warm: int, steps: int, profiled: int)
 
 def _idle(run: Callable[[], Any]) -> float | None:
     """Return the idle share of the device while `run` runs, as the profiler sees it; None if it sees nothing."""
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    results = profiler.profiler.kineto_results
     spans = [
         (event.start_ns(), event.start_ns() + event.duration_ns())
         for event in results.events()
-        if event.device_type() == DeviceType.CUDA
+        if event.device_type() == torch._C._autograd.DeviceType.CUDA
     ]
     return idle_share(spans)
 

@@ -38,10 +38,12 @@ class Setup:
     """Folder for files of the run, which is deleted at its end."""
     seconds: float = 60.0
     """Time box of the row."""
+    small: bool = False
+    """Whether a GPU gets the sizes of the reduced form, too."""
 
     def pick(self, full: Any, reduced: Any) -> Any:
         """Return the first value on a GPU, the second in the reduced form."""
-        return reduced if self.reduced else full
+        return reduced if self.reduced or self.small else full
 
 
 @dataclass(frozen=True)
@@ -151,8 +153,9 @@ class Table:
 
     @property
     def failed(self) -> list[str]:
-        """The checks that failed or did not end, of the rows that prove something."""
-        return [line.what for row, _, line in self.lines if row.proves and line.result in ("FAILED", "timeout")]
+        """The checks that failed or did not end, of the rows that prove something; in the reduced form of all rows."""
+        lines = [line for row, _, line in self.lines if row.proves or self.setup.reduced]
+        return [line.what for line in lines if line.result in ("FAILED", "timeout")]
 
     def values(self, number: str) -> dict[str, float]:
         """Return all numbers of a row."""

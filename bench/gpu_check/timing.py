@@ -25,7 +25,7 @@ def seconds(setup: Setup, call: Callable[[], Any], budget: float = 0.15) -> floa
         call()
     one = _round(setup, call, 1)
     count = setup.pick(max(1, min(200, int(budget / max(one, 1e-6)))), 1)
-    return min(_round(setup, call, count) for _ in range(setup.pick(_ROUNDS, 1)))
+    return max(min(_round(setup, call, count) for _ in range(setup.pick(_ROUNDS, 1))), 1e-9)
 
 
 def _round(setup: Setup, call: Callable[[], Any], count: int) -> float:
@@ -36,7 +36,7 @@ def _round(setup: Setup, call: Callable[[], Any], count: int) -> float:
             call()
         torch.cuda.synchronize()
         return (time.perf_counter() - begun) / count
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     for _ in range(count):
         call()
@@ -50,7 +50,7 @@ def recorded(setup: Setup, call: Callable[[], Any]) -> Callable[[], Any]:
     recorded."""
     if setup.reduced:
         return call
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(stream):
@@ -66,9 +66,10 @@ def recorded(setup: Setup, call: Callable[[], Any]) -> Callable[[], Any]:
 
 def copy_bandwidth(setup: Setup) -> float:
     """Return the bytes a second, read and written, of a large copy on this device."""
-    size = setup.pick(2 << 30, 1 << 12)
+    size: int = setup.pick(2 << 30, 1 << 12)
     if not setup.reduced:
         size = min(size, torch.cuda.mem_get_info()[0] // 4)
     source = torch.zeros(size, dtype=torch.uint8, device=setup.device)
     target = torch.empty_like(source)
-    return 2 * size / seconds(setup, lambda: target.copy_(source))
+    taken = seconds(setup, lambda: target.copy_(source))
+    return 2 * size / max(taken, 1e-9)

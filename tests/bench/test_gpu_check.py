@@ -117,15 +117,17 @@ def test_no_row_begins_after_the_time_of_the_whole_table(monkeypatch: pytest.Mon
 
 def test_the_rows_fit_into_six_minutes_and_those_that_prove_something_come_first() -> None:
     assert TOTAL_SECONDS + 4 < 355 <= int(SCRIPT.read_text().rpartition("--kill-after=4 ")[2].split()[0])
-    assert sorted(row.proves for row in ROWS) == [row.proves for row in ROWS][::-1]
+    assert ROWS[-1].name == "compute-sanitizer"  # which takes long
+    proofs = [row.proves for row in ROWS[:-1]]
+    assert proofs == sorted(proofs, reverse=True)
 
 
 def test_a_claim_says_yes_only_if_all_of_its_values_hold() -> None:
     table = Table(Setup(), 1)
     row = Row("10", "steps", 1, "")
-    table.add(
-        row, 0, Line("8B", "", values={"floor 8B 1": 0.9, "floor 8B 32": 0.7, "idle 8B 128": 0.03, "ahead 1B": 2.0})
-    )
+    table.add(row, 0, Line("8B", "", values={"floor 8B 1": 0.9, "floor 8B 32": 0.7, "idle 8B 128": 0.03}))
+    rates = {"rate 1B tokenmill": 20.0, "rate 1B generate_batch": 10.0, "rate 8B tokenmill": 9.0}
+    table.add(Row("12", "rates", 1, ""), 0, Line("rates", "", values=rates))
     found = {line.what: line.result for _, line in claims(table)}
     assert list(found.values()) == ["skipped", "no", "yes", "yes"]
 
