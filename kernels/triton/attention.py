@@ -241,7 +241,7 @@ def _attend(
                 )  # fmt: skip
                 highest, total, merged = _merge(highest, total, merged, part_highest, part_total, part)
             offsets = (rows.to(tl.int64) * (KV_HEADS * GROUP) + heads) * DIM
-            result = merged / tl.where(real, total, 1.0)[:, None]
+            result = merged / tl.where(total > 0, total, 1.0)[:, None]
             tl.store(out + offsets[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -284,7 +284,7 @@ def _combine(
             part = tl.load(partial + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
             highest, total, merged = _merge(highest, total, merged, part_highest, part_total, part)
         offsets = (rows.to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + in_group) * DIM
-        result = merged / tl.where(real, total, 1.0)[:, None]
+        result = merged / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + offsets[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -321,7 +321,7 @@ def attend(
     Args:
         q: `[T, H, D]`, heads without gaps.
         k, v: `[blocks, block size, K, D]` views of the pool; all but the first dimension without gaps.
-        out: `[T, H, D]` without gaps.
+        out: `[T, H, D]` without gaps. A row without keys is set to 0.
         work: int32 `[W, 2]`: sequence and first token (counted from the sequence's first row) of an item of
             `tile.tokens(H / K)` tokens. Sequence -1 is padding.
         window: a row at position p sees the positions > p - window.
