@@ -179,7 +179,7 @@ def _source(name: str, kernel: Any, args: tuple[Any, ...], options: dict[str, An
         source.types[parameter.name] = kind
         if kind == "constexpr":
             source.constants[(index,)] = value
-        elif special and (kind[0] == "*" or (kind[0] == "i" and value % 16 == 0)):
+        elif not parameter.do_not_specialize_on_alignment if kind[0] == "*" else special and _is_aligned(value):
             source.attributes[(index,)] = [["tt.divisibility", 16]]
     return source
 
@@ -194,6 +194,10 @@ def _type(value: Any, special: bool) -> str:
     if isinstance(value, float):
         return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _is_aligned(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value % 16 == 0
 
 
 def _texts(function: Any, done: dict[str, str]) -> list[str]:
