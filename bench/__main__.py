@@ -149,6 +149,24 @@ def attention(
             print(attention_bench.line(found, kinds[dtype]), flush=True)
 
 
+@app.command()
+def triton(
+    target: Annotated[list[str] | None, typer.Option(help="sm_80 | sm_90 | sm_100. Default: all.")] = None,
+    part: Annotated[int, typer.Option(min=0, help="With --parts: the first variant to compile.")] = 0,
+    parts: Annotated[int, typer.Option(min=1, help="Compile only every N-th variant.")] = 1,
+    write: Annotated[bool, typer.Option(help="Write the table instead of comparing with it.")] = False,
+) -> None:
+    """Compile the Triton kernels ahead of time, and compare their resources with kernels/triton/resources.json."""
+    from bench import triton_resources  # needs Triton
+
+    if write and (target or parts > 1):
+        raise typer.BadParameter("--write needs all targets and variants")
+    wrong = triton_resources.report(target or list(triton_resources.CAPABILITIES), part, parts, write)
+    for line in wrong:
+        print(line, file=sys.stderr)
+    raise typer.Exit(1 if wrong else 0)
+
+
 def _engine(options: dict[str, str]) -> EngineLike:
     """Build the engine as a worker does, and run one small request."""
     built = load(settings_from(options)).engine

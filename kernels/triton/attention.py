@@ -7,7 +7,17 @@ case a second kernel merges them by the same operations. So a row has the same b
 chunk, the block size and its neighbours: a masked position adds exact zeros.
 
 A program's rows are consecutive tokens of a sequence times the query heads that share a KV head ("grouped heads").
-All lengths are read from device memory, so that a CUDA graph can replay a launch on other lengths.
+All lengths are read from device memory, so that a CUDA graph can replay a launch on other lengths. A kernel is compiled
+once for each model: of its integers only the strides of queries and of the pool are specialised (on being multiples of
+16, for loads of 16 bytes), and they never change; the addresses of the arrays of int32 are not.
+
+Known of the speed, from the machine code for sm_90 (`python -m bench triton`): keys and values are copied to shared
+memory by asynchronous copies of 16 bytes. A decode's program keeps 32 KiB in flight, but loads a tile only when it is
+done with the one before; four programs fit an H100's SM, so that it has 64 KiB or more in flight, where its share of
+3.35 TB/s at a latency of 1 µs is 25 KiB. Neighbouring programs read adjacent heads of the same tokens. Partial outputs
+of a split context are 3 % of what is read at 4 query heads to a KV head. The prefill's tile has two buffers. Not known
+until it is measured on a GPU (`bench/gpu_check.sh`): what share of the bandwidth that gives, and whether a prefill is
+faster with other tiles.
 
 Shapes: T rows of the batch, S sequences, W work items, H query heads, K KV heads, D head size.
 """
@@ -161,7 +171,10 @@ def _place(
     return tl.program_id(0) % KV_HEADS, sequence, begin + tokens, rows % GROUP, positions, real, context, low, high
 
 
-@triton.jit(do_not_specialize=["window", "splits", "table_stride"])
+@triton.jit(
+    do_not_specialize=["window", "splits", "table_stride"],
+    do_not_specialize_on_alignment=["tables", "places", "contexts", "starts", "work"],
+)
 def _attend(
     q,
     k,
@@ -241,11 +254,14 @@ def _attend(
                 )  # fmt: skip
                 highest, total, merged = _merge(highest, total, merged, part_highest, part_total, part)
             offsets = (rows.to(tl.int64) * (KV_HEADS * GROUP) + heads) * DIM
-            result = merged / tl.where(real, total, 1.0)[:, None]
+            result = merged / tl.where(total > 0, total, 1.0)[:, None]
             tl.store(out + offsets[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["window", "splits"])
+@triton.jit(
+    do_not_specialize=["window", "splits"],
+    do_not_specialize_on_alignment=["contexts", "starts", "work"],
+)
 def _combine(
     partial,
     stats,
@@ -284,7 +300,7 @@ def _combine(
             part = tl.load(partial + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
             highest, total, merged = _merge(highest, total, merged, part_highest, part_total, part)
         offsets = (rows.to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + in_group) * DIM
-        result = merged / tl.where(real, total, 1.0)[:, None]
+        result = merged / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + offsets[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -322,7 +338,7 @@ def attend(
     Args:
         q: `[T, H, D]`, heads without gaps.
         k, v: `[blocks, block size, K, D]` views of the pool; all but the first dimension without gaps.
-        out: `[T, H, D]` without gaps.
+        out: `[T, H, D]` without gaps. A row without keys is set to 0.
         work: int32 `[W, 2]`: sequence and first token (counted from the sequence's first row) of an item of
             `tile.tokens(H / K)` tokens. Sequence -1 is padding.
         window: a row at position p sees the positions > p - window.
@@ -346,6 +362,7 @@ def attend(
         "WIDTH": width,
         "WINDOW": window is not None,
     }
+    q_stride = q.stride(0) if q.shape[0] > 1 else heads * dim  # torch may say anything of the stride of a single row
     items, split = work.shape[0], splits > 1
     target, stats = out, out
     if split:
@@ -358,7 +375,7 @@ def attend(
     launch(
         _attend, (items * kv_heads, splits),
         q, k, v, target, stats, lengths.tables, lengths.places, lengths.contexts, lengths.starts, work,
-        window or 0, splits, factor, cap, q.stride(0), lengths.tables.stride(0), k.stride(0), k.stride(1),
+        window or 0, splits, factor, cap, q_stride, lengths.tables.stride(0), k.stride(0), k.stride(1),
         BLOCK=k.shape[1], KEYS=tile.keys, SOFTCAP=softcap is not None, SPLIT=split, **shape, **options,
     )  # fmt: skip
     if split:

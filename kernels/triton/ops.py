@@ -62,7 +62,7 @@ def _gated(gate_up, out, COLS: tl.constexpr, WIDTH: tl.constexpr, GELU: tl.const
     tl.store(out + row * COLS + cols, (wide.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _softcap(x, out, count, cap, WIDTH: tl.constexpr):
     """Program (range of elements)."""
     at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
@@ -99,7 +99,11 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 def softcap(x: Tensor, cap: float) -> Tensor:
     """Return `cap * tanh(x / cap)` of a contiguous `x`, in its place."""
     count = x.numel()
-    launch(_softcap, (triton.cdiv(count, _COLUMNS),), x, x, count, cap, WIDTH=_COLUMNS, num_warps=4)
+    launch(
+        _softcap, (triton.cdiv(count, _COLUMNS),),
+        x, x, count, cap,
+        WIDTH=_COLUMNS, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return x
 
 

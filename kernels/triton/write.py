@@ -12,7 +12,7 @@ _HEADS = 8
 """Heads of a program."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _write(
     qkv,
     queries,
