@@ -35,6 +35,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_overtakes=st.integers(0, 3),
         aging=st.sampled_from([0.0, 5.0, 100.0]),
         careless=st.booleans(),
+        overlap=st.booleans(),
     )
     def start(
         self,
@@ -47,6 +48,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_overtakes: int,
         aging: float,
         careless: bool,
+        overlap: bool,
     ) -> None:
         self.engine, self.runner = make_engine(
             garbage=1,
@@ -59,6 +61,7 @@ class EngineMachine(RuleBasedStateMachine):
             host_slots=host_slots,
             max_overtakes=max_overtakes,
             aging_seconds=aging,
+            overlap=overlap,
         )
         self.engine._clock = lambda: self.now
         if careless:
@@ -125,6 +128,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule()
     def abandoned_step(self) -> None:
+        self.engine._pipeline.settle()
         plan = self.engine.scheduler.schedule()
         self.runner.move(plan)
         self.engine.scheduler.moved()
@@ -169,6 +173,7 @@ TestMachine.settings = settings(
 
 
 @pytest.mark.parametrize("block", range(10))
+@pytest.mark.usefixtures("overlap")
 def test_a_cancel_that_races_the_finish_leaves_one_ending(block: int) -> None:
     """1,000 seeded interleavings of cancels with steps; each request has exactly one ending."""
     for seed in range(100 * block, 100 * block + 100):
