@@ -19,6 +19,7 @@ from engine.graphs import Graphs
 from engine.host_tier import HostTier, copy_blocks
 from engine.places import BlockTables, Ints, Places, ramps
 from engine.runner import InFlight, prompt_rows, sampler_row
+from engine.sampling.device import DeviceSampler
 from engine.sampling.row import Row
 from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Plan, Slice
@@ -76,7 +77,7 @@ class DeviceRunner:
     def __init__(
         self,
         model: Model,
-        sampler: Sampler,
+        sampler: Sampler | DeviceSampler,
         *,
         backend: AttentionBackend,
         pool: Tensor,
@@ -371,4 +372,4 @@ def _tuples(step: _Step) -> Tuples:
 
 
 def _no_tuples() -> Tuples:
-    raise RuntimeError("a captured step has no lengths on the host")
+    raise AttributeError("a captured step has no lengths on the host")  # which tools that print locals expect

@@ -125,8 +125,9 @@ class Graphs:
                         logits[:rows].copy_(self._step(rows, bound))
                     graphs[rows, bound] = Graph(rows, recorded, logits[:rows])
         except Exception as error:
-            log.warning("graphs_not_captured", message=f"{type(error).__name__}: {error}", exc_info=True)
-            self.disable(f"{type(error).__name__}: {error}")
+            cause = error.__context__ or error  # the end of a broken capture raises, too
+            log.warning("graphs_not_captured", message=f"{type(cause).__name__}: {cause}", exc_info=True)
+            self.disable(f"{type(cause).__name__}: {cause}")
             return
         torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.empty_cache()  # what the unrecorded runs used belongs to the other stream
