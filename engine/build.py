@@ -13,6 +13,7 @@ from engine.config import EngineConfig, ModelOptions
 from engine.engine import Engine
 from engine.memory import available_bytes, default_host_bytes, default_pool_blocks
 from engine.models.loading import ASKED_FOR, LoadedModel, load_model
+from engine.models.precision import check_backend
 from engine.runner import ModelRunner
 from engine.sampling.device import sampler_on
 from engine.scheduling.policy import PreemptionCost
@@ -60,6 +61,7 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
     loaded = load_model(model)
     backend = get_backend(cache.attention, loaded.cache_spec(config.block_size))
     loaded.batch_invariant = loaded.batch_invariant and backend.batch_invariant
+    check_backend(model, backend, shown=loaded.batch_invariant)
     available = available_bytes()
     overlap = loaded.device.type == "cuda" if config.overlap is None else config.overlap
     config = dataclasses.replace(

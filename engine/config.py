@@ -9,7 +9,7 @@ from typing import Literal
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Backend = Literal["auto", "fused", "transformers"]
-Quantize = Literal["none", "int8"]
+Quantize = Literal["none", "int8", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,11 @@ class ModelOptions:
     backend: Backend = "auto"
     """The config-driven decoder (fused), or the code of transformers; auto: fused if possible."""
     quantize: Quantize = "none"
-    """int8: the linear layers of the fused decoder on the CPU multiply 8-bit weights and inputs."""
+    """int8, fp8: the linear layers of the fused decoder multiply 8-bit weights and inputs; fp8 on a GPU of compute
+    capability 8.9 or newer."""
+    batch_invariant: bool = False
+    """Compute a request on a GPU with bits that do not depend on other requests, at a price. On the CPU they never
+    do in the fused decoder; this makes loading fail where they would."""
 
 
 @dataclass(frozen=True, slots=True)

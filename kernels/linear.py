@@ -31,6 +31,8 @@ _PANEL = 32
 """Number of outputs in a panel of weights; `PANEL` in csrc/native.h."""
 _TEST_ROWS = (1, 2, 3, 7, 16, 33, 64)
 """Numbers of rows with which `rows_are_equal` calls a function."""
+_MORE_ROWS = (65, 130, 200)
+"""Further numbers of rows on a GPU, where they may choose a larger tile."""
 _INT8_INPUTS = range(2, (1 << 16) + 1)
 """Numbers of inputs that int8 supports: `torch._int_mm` is wrong for a single input, and sums of more than 2^16
 products may overflow 32 bits."""
@@ -81,6 +83,10 @@ class Precision:
     """Give a row the same bits for every number of rows on a GPU too, at a price; products on the CPU always do."""
 
 
+PLAIN = Precision()
+"""Products in the weight's dtype."""
+
+
 class _Product(Protocol):
     """An implementation of `x @ weight.T + bias`."""
 
@@ -105,7 +111,7 @@ class Linear:
         bias: Tensor | None = None,
         *,
         gated: bool = False,
-        precision: Precision = Precision(),
+        precision: Precision = PLAIN,
     ) -> None:
         rows, self.in_features = weight.shape
         self.out_features = rows // 2 if gated else rows
@@ -137,9 +143,10 @@ class Linear:
 
 def rows_are_equal(function: Callable[[Tensor], Tensor], inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Check that a function of rows `[T, inputs]` gives a row the same bits for every number of rows."""
-    x = torch.randn(_TEST_ROWS[-1], inputs, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    numbers = _TEST_ROWS if device.type == "cpu" else _TEST_ROWS + _MORE_ROWS
+    x = torch.randn(numbers[-1], inputs, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     whole = function(x)
-    return all(torch.equal(function(x[:rows]), whole[:rows]) for rows in _TEST_ROWS[:-1])
+    return all(torch.equal(function(x[:rows]), whole[:rows]) for rows in numbers[:-1])
 
 
 class _OneDnn:

@@ -148,7 +148,13 @@ class Settings(BaseSettings):
     )
     quantize: Quantize = Field(
         default=MODEL_DEFAULTS.quantize,
-        description="int8: 8-bit matrix products in the fused decoder on the CPU; faster, slightly less exact.",
+        description="8-bit matrix products in the fused decoder: int8, or fp8 on a GPU of compute capability 8.9 or "
+        "newer; faster, slightly less exact.",
+    )
+    batch_invariant: bool = Field(
+        default=MODEL_DEFAULTS.batch_invariant,
+        description="Compute each job with the same bits whatever else is in the batch, on a GPU at a price in speed "
+        "(on the CPU the fused decoder always does). Refused where it cannot hold.",
     )
     num_threads: int | None = Field(
         default=None, ge=1, description="CPU threads that run the model. Default: torch's choice."
@@ -326,6 +332,7 @@ class Settings(BaseSettings):
             max_model_len=self.max_model_len,
             backend=self.backend,
             quantize=self.quantize,
+            batch_invariant=self.batch_invariant,
         )
 
     def engine_config(self) -> EngineConfig:

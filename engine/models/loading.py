@@ -23,12 +23,13 @@ from engine.models.generation import GenerationDefaults, read_generation
 from engine.models.gguf import ROPE_FACTORS
 from engine.models.gguf_config import GgufConfig
 from engine.models.parameters import build_parameters
+from engine.models.precision import check_precision, fused_only, precision_of
 from engine.models.rope import inverse_frequencies, position_limit, rotary_table
 from engine.models.weights import LoadError, ParameterStore, SafetensorsCheckpoint, check_not_pointer
 from engine.sampling.structured import GrammarCompiler
 from kernels.attention.base import AttentionBackend, CacheSpec
 from kernels.attention.reference import rows_are_invariant
-from kernels.linear import bucket, row_bucket
+from kernels.linear import PLAIN, Precision, bucket, row_bucket
 
 if TYPE_CHECKING:  # transformers takes a second to import, and a GGUF file in the fused decoder needs nothing of it
     from transformers import PretrainedConfig
@@ -67,11 +68,14 @@ class LoadedModel:
     make: Callable[[AttentionBackend], Model]
     bucket: Callable[[int], int] = bucket
     """Rounds a number of rows up to a number that the model computes fast."""
+    precision: Precision = PLAIN
+    """How the products are computed."""
 
     def cache_spec(self, block_size: int) -> CacheSpec:
         """Return the spec of the model's KV cache, with blocks of `block_size` tokens."""
         layers, kv_heads, head_dim = self.cache_shape
-        return CacheSpec(layers, kv_heads, head_dim, block_size, self.dtype, self.device, self.num_heads)
+        shape = layers, kv_heads, head_dim, block_size
+        return CacheSpec(*shape, self.dtype, self.device, self.num_heads, self.precision.batch_invariant)
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
@@ -95,8 +99,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
     """
     _check_choices(options)
     device = _device(options.device)
-    if options.quantize == "int8" and (device.type != "cpu" or options.backend == "transformers"):
-        raise LoadError("quantize int8 is for the fused decoder on the CPU")
+    check_precision(options, device)
     dtype = _dtype(options.dtype, device)
     source = find_model(options.model)
     config: PretrainedConfig | GgufConfig
@@ -110,8 +113,9 @@ def load_model(options: ModelOptions) -> LoadedModel:
     except Unsupported as reason:
         if source.gguf is not None:  # transformers could not run a half understood config either
             raise LoadError(f"{source.gguf.path} can't be run: {reason}") from reason
-        if options.backend == "fused" or options.quantize != "none":
-            raise LoadError(f"the fused decoder can't run {source.name}: {reason}") from reason
+        if options.backend == "fused" or fused_only(options):
+            needs = f"{fused_only(options)} needs the fused decoder: " if fused_only(options) else ""
+            raise LoadError(f"{needs}the fused decoder can't run {source.name}: {reason}") from reason
         return _load_transformers(source, config, options, dtype, device, str(reason))
     if options.backend == "transformers":
         return _load_transformers(source, config, options, dtype, device, ASKED_FOR)
@@ -136,7 +140,8 @@ def _load_fused(
 ) -> LoadedModel:
     max_model_len = _max_model_len(config, options.max_model_len)
     store = ParameterStore(source.gguf or SafetensorsCheckpoint(source.directory), dtype, device)
-    parameters = build_parameters(decoder, store, int8=options.quantize == "int8")
+    precision = precision_of(options)
+    parameters = build_parameters(decoder, store, precision)
     tables = _rotary_tables(store, config, decoder, max_model_len, device)
     store.finish()
     tokenizer = _tokenizer(source, decoder.vocab_size)
@@ -151,13 +156,14 @@ def _load_fused(
         generation=_generation(source, config, tokenizer),
         batch_invariant=device.type == "cpu"
         and rows_are_invariant(decoder.head_dim)
-        and all(linear.invariant for linear in parameters.linears()),
+        and all(product.invariant for product in parameters.products()),
         implementation="fused",
         implementation_reason="",
         cache_shape=(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim),
         num_heads=decoder.num_heads,
         make=lambda backend: Decoder(decoder, parameters, tables, backend),
         bucket=row_bucket(dtype) if device.type == "cpu" else bucket,
+        precision=precision,
     )
 
 

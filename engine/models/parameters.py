@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.models.config import DecoderConfig, ExpertsConfig
-from engine.models.feed_forward import Experts, FeedForward
-from kernels.linear import Linear
-from kernels.ops import gelu_mul
+from engine.models.feed_forward import Experts, FeedForward, Product, Stack, StackedExperts
+from kernels.linear import PLAIN, Linear, Precision
+from kernels.linear_cuda import can_quantize
+from kernels.ops import gelu_mul, silu_mul
+from kernels.quantize import FP8, quantize_weight
 
 
 class Tensors(Protocol):
@@ -36,7 +38,7 @@ class Layer:
     out: Linear
     attention_post_norm: Tensor | None
     mlp_norm: Tensor | None
-    mlp: FeedForward | Experts
+    mlp: FeedForward | Experts | StackedExperts
     mlp_post_norm: Tensor | None
 
 
@@ -50,28 +52,33 @@ class Parameters:
     norm: Tensor
     head: Linear
 
-    def linears(self) -> Iterator[Linear]:
-        """Yield one linear of each kind and shape."""
+    def products(self) -> Iterator[Product]:
+        """Yield one product of each kind and shape."""
         yield from (self.head, self.layers[0].qkv, self.layers[0].out)
         for mlp in {type(layer.mlp): layer.mlp for layer in self.layers}.values():
-            yield from mlp.linears()
+            yield from mlp.products()
 
 
-def build_parameters(config: DecoderConfig, tensors: Tensors, *, int8: bool = False) -> Parameters:
+def build_parameters(
+    config: DecoderConfig,
+    tensors: Tensors,
+    precision: Precision = PLAIN,
+) -> Parameters:
     """Take all parameters of a model from `tensors`, merging those that the forward pass uses together.
 
     Args:
         config: the model.
         tensors: its checkpoint.
-        int8: quantise the linears to 8 bits.
+        precision: how to multiply. In fp8 the output embedding keeps the model's dtype, since its error is the error
+            of the logits.
     """
     embedding, head = _embeddings(config, tensors)
-    build = _Builder(config, tensors, int8)
+    build = _Builder(config, tensors, precision)
     return Parameters(
         embedding=embedding,
         layers=tuple(build.layer(i) for i in range(config.num_layers)),
         norm=build.norm("model.norm", config.hidden_size),
-        head=Linear(head, int8=int8),
+        head=Linear(head, precision=_plain(precision) if precision.quantize == FP8 else precision),
     )
 
 
@@ -96,7 +103,7 @@ def _embeddings(config: DecoderConfig, tensors: Tensors) -> tuple[Tensor, Tensor
 class _Builder:
     config: DecoderConfig
     tensors: Tensors
-    int8: bool
+    precision: Precision
 
     def layer(self, index: int) -> Layer:
         config, prefix = self.config, f"model.layers.{index}"
@@ -143,7 +150,7 @@ class _Builder:
         return weight, _joined([take(f"{prefix}.{name}.bias", (size,)) for name, size in parts]) if bias else None
 
     def _linear(self, prefix: str, parts: Sequence[tuple[str, int]], inputs: int, *, bias: bool) -> Linear:
-        return Linear(*self._weights(prefix, parts, inputs, bias), int8=self.int8)
+        return Linear(*self._weights(prefix, parts, inputs, bias), precision=self.precision)
 
     def _qkv(self, prefix: str) -> Linear:
         config = self.config
@@ -153,9 +160,9 @@ class _Builder:
         if config.rotary_dim < config.head_dim:
             order = _rotary_order(config)
             weight, bias = weight[order], None if bias is None else bias[order]
-        return Linear(weight, bias, int8=self.int8)
+        return Linear(weight, bias, precision=self.precision)
 
-    def _mlp(self, prefix: str, index: int) -> FeedForward | Experts:
+    def _mlp(self, prefix: str, index: int) -> FeedForward | Experts | StackedExperts:
         config = self.config
         if config.experts is not None and index in config.experts.layers:
             return self._experts(prefix, config.experts)
@@ -167,19 +174,37 @@ class _Builder:
     def _feed_forward(self, gate_up: tuple[Tensor, Tensor | None], down: tuple[Tensor, Tensor | None]) -> FeedForward:
         silu = self.config.activation == "silu"
         return FeedForward(
-            gate_up=Linear(*gate_up, gated=silu, int8=self.int8),
-            down=Linear(*down, int8=self.int8),
+            gate_up=Linear(*gate_up, gated=silu, precision=self.precision),
+            down=Linear(*down, precision=self.precision),
             act_mul=None if silu else gelu_mul,
         )
 
-    def _experts(self, prefix: str, mixture: ExpertsConfig) -> Experts:
+    def _experts(self, prefix: str, mixture: ExpertsConfig) -> Experts | StackedExperts:
         # The router is not quantised: it is small, and a small error may select another expert.
-        router = Linear(self.tensors.take(f"{prefix}.gate.weight", (mixture.count, self.config.hidden_size)))
+        weight = self.tensors.take(f"{prefix}.gate.weight", (mixture.count, self.config.hidden_size))
+        router = Linear(weight, precision=_plain(self.precision))
+        if weight.device.type == "cuda":
+            gate_up, down = self._stacks(f"{prefix}.experts", mixture)
+            act_mul = silu_mul if self.config.activation == "silu" else gelu_mul
+            invariant = self.precision.batch_invariant
+            return StackedExperts(router, gate_up, down, mixture.per_row, mixture.normalise, act_mul, invariant)
         experts = tuple(
             self._feed_forward((gate_up, None), (down, None))
             for gate_up, down in self._expert_weights(f"{prefix}.experts", mixture)
         )
         return Experts(router, experts, mixture.per_row, mixture.normalise)
+
+    def _stacks(self, prefix: str, mixture: ExpertsConfig) -> tuple[Stack, Stack]:
+        """Return gate and up, and down, of all experts; beside them, memory holds what the checkpoint has at once."""
+        count, hidden, inner = mixture.count, self.config.hidden_size, mixture.intermediate_size
+        quantize = self.precision.quantize
+        if quantize is not None and not (can_quantize(quantize, hidden) and can_quantize(quantize, inner)):
+            quantize = None
+        if quantize is None and self.tensors.has(f"{prefix}.gate_up_proj"):
+            gate_up = self.tensors.take(f"{prefix}.gate_up_proj", (count, 2 * inner, hidden))
+            down = self.tensors.take(f"{prefix}.down_proj", (count, hidden, inner))
+            return Stack(gate_up.contiguous(), None), Stack(down.contiguous(), None)
+        return _stacked(self._expert_weights(prefix, mixture), count, quantize)
 
     def _expert_weights(self, prefix: str, mixture: ExpertsConfig) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (gate and up, down) of each expert; a checkpoint has a tensor for each expert, or one for all."""
@@ -192,6 +217,38 @@ class _Builder:
         for i in range(count):
             gate_up, _ = self._weights(f"{prefix}.{i}", [("gate_proj", inner), ("up_proj", inner)], hidden, False)
             yield gate_up, take(f"{prefix}.{i}.down_proj.weight", (hidden, inner))
+
+
+def _plain(precision: Precision) -> Precision:
+    """Return the precision without quantisation."""
+    return replace(precision, quantize=None)
+
+
+def _stacked(experts: Iterable[Sequence[Tensor]], count: int, quantize: torch.dtype | None) -> tuple[Stack, Stack]:
+    """Copy the two weights of each expert into stacks; each is freed before the next is taken.
+
+    Args:
+        experts: two weights of each expert, `[out, in]`.
+        count: number of experts.
+        quantize: dtype of the stacks, int8 or e4m3; None: that of the weights.
+    """
+    stacks: list[Stack] = []
+    for i, weights in enumerate(experts):
+        if not stacks:
+            stacks = [_empty_stack(weight, count, quantize) for weight in weights]
+        for stack, weight in zip(stacks, weights, strict=True):
+            if stack.scales is None:
+                stack.values[i] = weight
+            else:
+                stack.scales[i] = quantize_weight(weight, stack.values[i])
+    return stacks[0], stacks[1]
+
+
+def _empty_stack(weight: Tensor, count: int, quantize: torch.dtype | None) -> Stack:
+    """Allocate a stack for weights like this one, on its device."""
+    values = weight.new_empty((count, *weight.shape), dtype=quantize or weight.dtype)
+    scales = None if quantize is None else weight.new_empty((count, weight.shape[0]), dtype=torch.float32)
+    return Stack(values, scales)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

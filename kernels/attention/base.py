@@ -145,6 +145,8 @@ class AttentionBackend(ABC):
     """Types of devices on which the backend runs; None: all."""
     batch_invariant: ClassVar[bool] = False
     """Whether, on a CPU, the bits of a row never depend on the other rows, on chunks or on `block_size`."""
+    batch_invariant_on_gpu: ClassVar[bool] = False
+    """Whether the same holds on a GPU for a spec that asks for it (`CacheSpec.batch_invariant`)."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -52,6 +52,7 @@ class TritonBackend(PlainBackend):
     """Paged attention in Triton; any block size, heads of up to 256 elements."""
 
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
+    batch_invariant_on_gpu: ClassVar[bool] = True
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
