@@ -82,7 +82,12 @@ def _functions(gpu: Gpu, capability: tuple[int, int], name: str) -> dict[str, An
 
 @contextmanager
 def pretend_gpu(
-    *, total: int = _TOTAL, others: int = 0, capability: tuple[int, int] = (9, 0), name: str = "Pretended GPU"
+    *,
+    total: int = _TOTAL,
+    others: int = 0,
+    capability: tuple[int, int] = (9, 0),
+    name: str = "Pretended GPU",
+    stand_ins: bool = False,
 ) -> Iterator[Gpu]:
     """Let torch see one GPU until the end of the block.
 
@@ -91,12 +96,13 @@ def pretend_gpu(
         others: bytes that the driver and other processes hold.
         capability: its compute capability.
         name: its name.
+        stand_ins: play Triton kernels in torch where this process does not interpret them (`tests/pretended/kernels`).
     """
     gpu = Gpu(total, others)
     with ExitStack() as stack:
         for function, stand_in in _functions(gpu, capability, name).items():
             stack.enter_context(mock.patch(f"torch.cuda.{function}", stand_in))
-        stack.enter_context(triton_on(gpu))
+        stack.enter_context(triton_on(gpu, stand_ins=stand_ins))
         for function in ("tensor", "as_tensor"):
             stack.enter_context(mock.patch(f"torch.{function}", _tensor(getattr(torch, function))))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda x, device=None: gpu.pinned.copy(x)))

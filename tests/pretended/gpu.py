@@ -52,6 +52,8 @@ class Gpu(TorchDispatchMode):
         self.default_stream = self.stream = Stream(self)
         self.capture_stream = Stream(self)
         self.capturing: CudaGraph | None = None
+        self.replays = 0
+        """Number of graphs that were replayed."""
         self.uploads: list[tuple[int, tuple[int, int]]] = []
         """Ticket and addresses of uploads that have not read their source yet."""
         self.loaded: set[object] = set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,6 +98,7 @@ class CudaGraph:
         alive = [found for block, _ in self._outside.values() if (found := block()) is not None]
         self.gpu.stream.check([*alive, *self._inside], writes=True)
         self.gpu.queue.add("graph", self._run)
+        self.gpu.replays += 1
 
     def reset(self) -> None:
         """Delete what was captured."""
@@ -129,7 +129,6 @@ def capture(
 ) -> Iterator[None]:
     """Play `torch.cuda.graph`."""
     gpu.wait("synchronize")
-    gc.collect()
     gpu.memory.empty_cache()
     with on_stream(gpu, stream or gpu.capture_stream):
         gpu.stream.wait_stream(gpu.default_stream)

@@ -125,8 +125,10 @@ class Event:
         self._ticket, self._queries = self._stream.last, 0
 
     def synchronize(self) -> None:
-        """Wait until the marked work is done; an event that was never recorded counts as complete."""
-        self.gpu.wait("event", self._ticket)
+        """Wait until the marked work is done. An event that is complete or was never recorded costs no wait."""
+        self.gpu.forbid_in_capture("the host waits (event)")
+        if self.gpu.queue.done < self._ticket:
+            self.gpu.wait("event", self._ticket)
 
     def query(self) -> bool:
         """Return whether the marked work is done: it is after a few queries."""

@@ -90,6 +90,16 @@ def test_a_wait_names_the_line_of_the_product(gpu: Gpu) -> None:
     assert waited[0].where.startswith("kernels/device.py:")
 
 
+def test_only_an_event_that_is_not_complete_is_a_wait(gpu: Gpu) -> None:
+    torch.ones(1, device="cuda")
+    event = torch.cuda.Event()
+    event.record()
+    torch.ones(1, device="cuda")
+    for _ in range(2):
+        event.synchronize()
+    assert whats(gpu) == ["event"]
+
+
 def test_an_upload_that_converts_or_gathers_on_the_host_is_a_wait(gpu: Gpu) -> None:
     target = torch.zeros(2, device="cuda")
     target.copy_(pinned(1, 2).to(torch.float64).pin_memory(), non_blocking=True)
@@ -295,6 +305,51 @@ def test_graphs_share_the_memory_of_a_pool(gpu: Gpu) -> None:
     assert torch.cuda.memory_reserved() - before == 1 << 18
     graphs.clear()
     assert torch.cuda.memory_reserved() == before
+
+
+# ── Triton ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def with_triton() -> Iterator[Gpu]:
+    with pretend_gpu(stand_ins=True) as made:
+        yield made
+
+
+def test_a_triton_kernel_runs_when_the_queue_gets_to_it(with_triton: Gpu) -> None:
+    ops = pytest.importorskip("kernels.triton.ops")
+    staging, weight = torch.ones(2, 8).pin_memory(), torch.ones(8, device="cuda")
+    out = ops.rms_norm(staging.to("cuda", non_blocking=True), weight, 0.0)
+    staging[:, ::2] = 0.0  # too early
+    assert out[0].tolist() == pytest.approx([0, 2**0.5] * 4)
+
+
+def test_a_triton_kernel_refuses_a_tensor_of_the_host(with_triton: Gpu) -> None:
+    ops = pytest.importorskip("kernels.triton.ops")
+    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+        ops.rms_norm(torch.ones(2, 8, device="cuda"), torch.ones(8), 0.0)
+
+
+def test_a_capture_refuses_a_triton_kernel_that_was_not_launched_so_before(with_triton: Gpu) -> None:
+    ops = pytest.importorskip("kernels.triton.ops")
+    x, weight = torch.ones(2, 8, device="cuda"), torch.ones(8, device="cuda")
+    with (
+        pytest.raises(torch.AcceleratorError, match="not launched so before"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        ops.rms_norm(x, weight, 0.0)
+    ops.rms_norm(x, weight, 0.0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.rms_norm(x, weight, 0.0)
+    x[:, ::2].fill_(0.0)
+    graph.replay()
+    assert out[1].tolist() == pytest.approx([0, 2**0.5] * 4)
+    with (
+        pytest.raises(torch.AcceleratorError, match="not launched so before"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        ops.rms_norm(x.half(), weight.half(), 0.0)
 
 
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────────

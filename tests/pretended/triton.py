@@ -11,6 +11,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from kernels import triton
+from tests.pretended.kernels import GROUPS, STAND_INS
 from tests.pretended.tensor import GpuTensor
 
 if TYPE_CHECKING:
@@ -26,19 +28,32 @@ def interprets() -> bool:
 
 
 @contextmanager
-def triton_on(gpu: Gpu) -> Iterator[None]:
-    """Launch Triton kernels on the pretended GPU; refuse the Triton backend if this process does not interpret."""
+def triton_on(gpu: Gpu, *, stand_ins: bool) -> Iterator[None]:
+    """Launch Triton kernels on the pretended GPU.
+
+    In a process that does not interpret them, `stand_ins` plays some of them in torch; without it Triton is not there.
+    """
     with ExitStack() as stack:
         if interprets():
             from triton.runtime.interpreter import InterpretedFunction
 
-            run = InterpretedFunction.run
-            stack.enter_context(mock.patch.object(InterpretedFunction, "run", _launcher(gpu, run)))
+            launch = _launcher(gpu, InterpretedFunction.run)
+            stack.enter_context(mock.patch.object(InterpretedFunction, "run", launch))
+        elif stand_ins:
+            from triton.runtime.jit import JITFunction
+
+            stack.enter_context(mock.patch.object(JITFunction, "run", _launcher(gpu, _stand_in)))
+            others = {name: "it has no stand-in" for name in triton.NAMES if name not in GROUPS}
+            stack.enter_context(mock.patch.dict("kernels.triton._disabled", others))
         else:
             refusal = ValueError("Triton compiles for no pretended GPU")
             stack.enter_context(mock.patch("kernels.attention.triton._kernels", side_effect=refusal))
             stack.enter_context(mock.patch("kernels.triton._installed", return_value=False))
         yield
+
+
+def _stand_in(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    STAND_INS[kernel.__name__](**dict(zip(kernel.arg_names, args, strict=False)), **options)
 
 
 def _launcher(gpu: Gpu, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +69,7 @@ def _launcher(gpu: Gpu, run: Callable[..., Any]) -> Callable[..., Any]:
         _compile(gpu, self, given)
         raw = [x.raw if isinstance(x, GpuTensor) else x for x in args]
         named = {name: x.raw if isinstance(x, GpuTensor) else x for name, x in options.items()}
-        if all(grid):
+        if all(grid):  # Triton does not launch an empty grid
             gpu.launch(self.__name__, lambda: run(self, *raw, grid=grid, warmup=False, **named), [], there)
         return None
 
@@ -63,8 +78,8 @@ def _launcher(gpu: Gpu, run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _compile(gpu: Gpu, kernel: Any, given: dict[str, Any]) -> None:
     """Note a specialisation of a kernel. A capture must not be the first to launch it: loading a module may wait."""
-    kept = kernel.kwargs.get("do_not_specialize") or ()
-    named = {kernel.arg_names[x] if isinstance(x, int) else x for x in kept}
+    kept = kernel.kwargs.get("do_not_specialize") if interprets() else kernel.do_not_specialize
+    named = {kernel.arg_names[x] if isinstance(x, int) else x for x in kept or ()}
     key = (kernel.__module__ if hasattr(kernel, "__module__") else "", kernel.__name__, *(
         (name, _class(x, name not in named)) for name, x in sorted(given.items())
     ))  # fmt: skip
