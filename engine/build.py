@@ -1,47 +1,41 @@
-"""Builds an engine from options: loads the model, chooses the attention backend, allocates the KV pool."""
+"""Builds an engine from options: loads the model, chooses the attention backend, allocates the KV pool.
+
+On a GPU: load → check the kernels → measure the largest step → allocate the pool → capture graphs and check them →
+check overlapped steps (`engine.prepare`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import os
+from functools import partial
 
 import structlog
 import torch
 from torch import Tensor
 
 from engine.config import EngineConfig, ModelOptions
+from engine.device_memory import DeviceMemory, advice
+from engine.device_runner import DeviceRunner
 from engine.engine import Engine
-from engine.memory import available_bytes, default_host_bytes, default_pool_blocks
-from engine.models.loading import ASKED_FOR, LoadedModel, load_model
+from engine.host_memory import host_pieces
+from engine.host_tier import HostTier
+from engine.memory import available_bytes
+from engine.models.loading import ASKED_FOR, LoadedModel, choose_device, load_model
 from engine.models.precision import check_backend
-from engine.runner import ModelRunner
+from engine.pool_size import CacheOptions, measured_bytes, with_sizes
+from engine.prepare import prepare
+from engine.runner import ModelRunner, Runner
 from engine.sampling.device import sampler_on
 from engine.scheduling.policy import PreemptionCost
-from kernels.attention import AUTO, get_backend
+from engine.selfcheck import SelfCheck, checked_backend
 from kernels.attention.base import AttentionBackend
+
+__all__ = ["CacheOptions", "build_engine"]
 
 log = structlog.get_logger()
 
 CANARY = "Hello"
 """Text of the canary's prompt, see `engine.canary`."""
-_DEVICE_SHARE = 0.8
-"""Default share of the pool, on a GPU, of the memory that is free after the weights are loaded."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CacheOptions:
-    """Size of the KV pool, as a number of blocks or of bytes, and of the host tier."""
-
-    num_blocks: int | None = None
-    """Blocks in the pool; None: see `memory_bytes`."""
-    memory_bytes: int | None = None
-    """Bytes that the pool may take; None: a default for this machine, see `engine.memory`."""
-    swap_bytes: int | None = 0
-    """Bytes of the host tier; None: a default for this machine, see `engine.memory`."""
-    swap_file: str | None = None
-    """Path of a new file that holds the host tier, memory-mapped; None: anonymous memory."""
-    attention: str = AUTO
-    """Name of an attention backend, see `kernels.attention`."""
 
 
 def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions) -> tuple[Engine, LoadedModel]:
@@ -55,43 +49,153 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
 
     Raises:
         engine.models.loading.LoadError: the model cannot be loaded.
-        ValueError: the pool would hold no block, the swap file cannot be created, or the attention backend cannot run
-            the model.
+        engine.selfcheck.GpuFails: the GPU computes wrong results in every way that there is.
+        ValueError: the model or one block does not fit, the swap file cannot be created, or the attention backend
+            cannot run the model.
     """
-    loaded = load_model(model)
-    backend = get_backend(cache.attention, loaded.cache_spec(config.block_size))
+    memory = _account(model, cache)
+    loaded = _load(model, config, memory)
+    backend, checks = checked_backend(loaded, cache.attention, config.block_size)
     loaded.batch_invariant = loaded.batch_invariant and backend.batch_invariant
     check_backend(model, backend, shown=loaded.batch_invariant)
     available = available_bytes()
+    config = _with_defaults(config, loaded, backend)
+
+    def on_device() -> int:
+        assert memory is not None  # which a GPU always has
+        make = partial(_runner, loaded, backend, config, [])
+        return measured_bytes(memory, loaded, model, config, cache, backend, make)
+
+    config = with_sizes(config, cache, backend, available, on_device)
+    pool, host = _allocate(config, cache, backend, loaded, memory, model)
+    runner = _runner(loaded, backend, config, host, pool)
+    if checks is not None and memory is not None:
+        config = _prepared(runner, config, cache, loaded, backend, checks, memory, model)
+    engine = _engine(config, runner, loaded, backend)
+    taken = pool.nbytes + (0 if cache.swap_file else runner.host.nbytes)
+    _warn(loaded, config, taken, available)
+    _log(loaded, config, backend)
+    return engine, loaded
+
+
+def _account(model: ModelOptions, cache: CacheOptions) -> DeviceMemory | None:
+    """Measure a GPU before the model is loaded; None on a CPU.
+
+    Raises:
+        engine.device_memory.DoesNotFit: other processes hold memory that this one may take.
+    """
+    device = choose_device(model.device)
+    if device.type != "cuda":
+        return None
+    memory = DeviceMemory(device, cache.utilization)
+    if not cache.sized:
+        memory.check_start()
+    return memory
+
+
+def _load(model: ModelOptions, config: EngineConfig, memory: DeviceMemory | None) -> LoadedModel:
+    """Load the model, and measure its weights on a GPU."""
+    if memory is None:
+        return load_model(model)
+    with memory.guard(model.model, "all weights", lambda: advice(model, config, memory)):
+        loaded = load_model(model)
+    memory.loaded()
+    return loaded
+
+
+def _with_defaults(config: EngineConfig, loaded: LoadedModel, backend: AttentionBackend) -> EngineConfig:
+    """Return `config` with the block size of the backend, the length of the model, and `overlap` by the device."""
     overlap = loaded.device.type == "cuda" if config.overlap is None else config.overlap
-    config = dataclasses.replace(
+    return dataclasses.replace(
         config, block_size=backend.spec.block_size, max_model_len=loaded.max_model_len, overlap=overlap
     )
-    config = _sized(config, cache, backend, available)
-    pool = torch.empty((config.num_blocks, backend.block_bytes), dtype=torch.uint8, device=loaded.device)
-    host = _host_tier(config.host_slots, backend.block_bytes, cache.swap_file, loaded.device)
+
+
+def _allocate(
+    config: EngineConfig,
+    cache: CacheOptions,
+    backend: AttentionBackend,
+    loaded: LoadedModel,
+    memory: DeviceMemory | None,
+    model: ModelOptions,
+) -> tuple[Tensor, list[Tensor]]:
+    """Allocate the KV pool, and the pieces of the host tier."""
+    shape = (config.num_blocks, backend.block_bytes)
+    if memory is None:
+        pool = torch.empty(shape, dtype=torch.uint8)
+    else:
+        missing = f"{config.num_blocks} KV blocks ({shape[0] * shape[1] / (1 << 30):.2f} GiB)"
+        with memory.guard(loaded.name, missing, lambda: advice(model, config, memory)):
+            pool = torch.empty(shape, dtype=torch.uint8, device=loaded.device)
+    return pool, host_pieces(config.host_slots, backend.block_bytes, cache.swap_file, loaded.device)
+
+
+def _runner(
+    loaded: LoadedModel, backend: AttentionBackend, config: EngineConfig, host: list[Tensor], pool: Tensor
+) -> ModelRunner | DeviceRunner:
+    """Bind the model to a pool, and return its runner. `host`: pieces of the host tier."""
     backend.bind(pool)
-    num_ids = loaded.tokenizer.size
-    runner = ModelRunner(
-        loaded.bind(backend),
-        sampler_on(loaded.device, num_ids, config.max_num_seqs),
+    model = loaded.bind(backend)
+    sampler = sampler_on(loaded.device, loaded.tokenizer.size, config.max_num_seqs)
+    if loaded.device.type == "cpu":
+        return ModelRunner(
+            model,
+            sampler,
+            pool=pool,
+            host=host[0],
+            block_size=config.block_size,
+            eos_token_ids=loaded.generation.eos_token_ids,
+            bucket=loaded.bucket,
+        )
+    return DeviceRunner(
+        model,
+        sampler,
+        backend=backend,
         pool=pool,
-        host=host,
-        block_size=config.block_size,
+        host=HostTier(host),
         eos_token_ids=loaded.generation.eos_token_ids,
-        bucket=loaded.bucket,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
     )
-    engine = Engine(
+
+
+def _prepared(
+    runner: ModelRunner | DeviceRunner,
+    config: EngineConfig,
+    cache: CacheOptions,
+    loaded: LoadedModel,
+    backend: AttentionBackend,
+    checks: SelfCheck,
+    memory: DeviceMemory,
+    model: ModelOptions,
+) -> EngineConfig:
+    """Prepare the runner of a GPU; return `config` with what is in use, see `engine.prepare`."""
+    assert isinstance(runner, DeviceRunner)  # which `_runner` makes for a GPU
+
+    def make(overlap: bool) -> Engine:
+        return _engine(dataclasses.replace(config, overlap=overlap), runner, loaded, backend)
+
+    step = f"a step of {config.max_num_batched_tokens} tokens beside a KV pool of {runner.pool.nbytes >> 20} MiB"
+    with memory.guard(loaded.name, step, lambda: advice(model, config, memory)):
+        overlap = prepare(runner, config, loaded, checks, make, graphs=cache.cuda_graphs)
+    memory.check_end(cache.sized)
+    return dataclasses.replace(config, overlap=overlap)
+
+
+def _engine(config: EngineConfig, runner: Runner, loaded: LoadedModel, backend: AttentionBackend) -> Engine:
+    return Engine(
         config,
         runner,
         cost=PreemptionCost.on(loaded.device.type, backend.block_bytes, config.block_size, loaded.num_parameters),
         token_bytes=loaded.tokenizer.token_bytes,
-        num_ids=num_ids,
+        num_ids=loaded.tokenizer.size,
         eos_token_ids=loaded.generation.eos_token_ids,
         canary=loaded.tokenizer.encode(CANARY)[:4] or (0,),
     )
-    taken = pool.nbytes + (0 if cache.swap_file else host.nbytes)
-    _warn(loaded, config, taken, available)
+
+
+def _log(loaded: LoadedModel, config: EngineConfig, backend: AttentionBackend) -> None:
     log.info(
         "engine_ready",
         model=loaded.name,
@@ -103,9 +207,8 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
         pool_mib=config.num_blocks * backend.block_bytes >> 20,
         host_mib=config.host_slots * backend.block_bytes >> 20,
         batch_invariant=loaded.batch_invariant,
-        overlap=overlap,
+        overlap=config.overlap,
     )
-    return engine, loaded
 
 
 def _warn(loaded: LoadedModel, config: EngineConfig, taken: int, available: int | None) -> None:
@@ -133,66 +236,3 @@ def _warn(loaded: LoadedModel, config: EngineConfig, taken: int, available: int 
         )
     if config.capacity < config.max_model_len:
         log.warning("pool_smaller_than_model", capacity=config.capacity, max_model_len=config.max_model_len)
-
-
-def _sized(config: EngineConfig, cache: CacheOptions, backend: AttentionBackend, available: int | None) -> EngineConfig:
-    """Return `config` with the numbers of blocks of the KV pool and the host tier."""
-    num_blocks = _num_blocks(cache, backend, config, available)
-    host_bytes = cache.swap_bytes
-    if host_bytes is None:
-        host_bytes = default_host_bytes(num_blocks * backend.block_bytes, cache.swap_file is not None)
-    return dataclasses.replace(config, num_blocks=num_blocks, host_slots=host_bytes // backend.block_bytes)
-
-
-def _num_blocks(cache: CacheOptions, backend: AttentionBackend, config: EngineConfig, available: int | None) -> int:
-    """Return the number of blocks of the pool, at least 1.
-
-    Raises:
-        ValueError: the memory does not hold one block.
-    """
-    if cache.num_blocks is not None:
-        return cache.num_blocks
-    device = backend.spec.device
-    if cache.memory_bytes is not None or device.type == "cuda":
-        budget = _device_memory(device) if cache.memory_bytes is None else cache.memory_bytes
-        num_blocks = budget // backend.block_bytes
-    else:
-        budget = available or 0
-        num_blocks = default_pool_blocks(config, config.max_model_len, backend.block_bytes, available)
-    if num_blocks < 1:
-        raise ValueError(
-            f"{budget} bytes of KV cache hold no block: "
-            f"a block of {backend.spec.block_size} tokens takes {backend.block_bytes} bytes"
-        )
-    return num_blocks
-
-
-def _device_memory(device: torch.device) -> int:
-    """Return the default size of the pool on a GPU, in bytes."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free * _DEVICE_SHARE)
-
-
-def _host_tier(slots: int, block_bytes: int, file: str | None, device: torch.device) -> Tensor:
-    """Allocate the host tier, uint8 `[slots, block_bytes]`: pinned memory beside a GPU, or a memory-mapped new file.
-
-    The file is unlinked at once, so its space is free when the process ends, however it ends.
-
-    Raises:
-        ValueError: the file exists, or the file system has no room for it.
-    """
-    if file is None or not slots:
-        return torch.empty((slots, block_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    size = slots * block_bytes
-    try:
-        with open(file, "xb") as made:
-            try:
-                os.posix_fallocate(made.fileno(), 0, size)
-                mapped = torch.from_file(file, shared=True, size=size, dtype=torch.uint8)
-            finally:
-                os.unlink(file)
-    except FileExistsError:
-        raise ValueError(f"--swap-file: {file} exists and is not overwritten: remove it or name another file") from None
-    except OSError as error:
-        raise ValueError(f"{file} cannot hold {size} bytes of host tier: {error}") from error
-    return mapped.view(slots, block_bytes)

@@ -73,6 +73,8 @@ class EngineConfig:
         return min(self.max_model_len, self.num_blocks * self.block_size)
 
 
+GPU_MEMORY_UTILIZATION = 0.9
+"""Default share of a GPU's total memory that a worker may take."""
 DEFAULTS = EngineConfig()
 MODEL_DEFAULTS = ModelOptions(model="")
 """The default values, for the command line."""

@@ -169,6 +169,25 @@ class DeviceRunner:
         self.staging.send(pinned, self.graphs.largest, [np.zeros(0, np.int32)])
         self.graphs.capture(self.pool.device)
 
+    @torch.inference_mode()
+    def compare_graph(self, plan: Plan) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Compute a step of decodes by its graph, launch by launch with the same padding, and without padding.
+
+        Returns:
+            The logits of each, `[R, vocab]`; None: there is no graph for the step.
+        """
+        step = self._read(plan)
+        graph = self.graphs.find(step.num_rows, int((step.starts + step.counts).max()))
+        if graph is None:
+            return None
+        by_graph = self._forward(step)[0].clone()
+        by_launches = self._padded(graph.rows, graph.longest)[: step.num_rows]
+        self.graphs.active = False
+        try:
+            return by_graph, by_launches, self._forward(step)[0]
+        finally:
+            self.graphs.active = True
+
     def _lost_place(self, uid: int) -> None:
         self._rows.pop(uid, None)
 

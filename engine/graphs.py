@@ -36,6 +36,8 @@ class Graph:
 
     rows: int
     """Rows and sequences, padding included."""
+    longest: int
+    """Bound of the longest context."""
     recorded: Any
     """A `torch.cuda.CUDAGraph`."""
     logits: Tensor
@@ -78,6 +80,11 @@ class Graphs:
     def count(self) -> int:
         """Number of graphs in use."""
         return len(self._graphs)
+
+    @property
+    def planned(self) -> int:
+        """Number of graphs that `capture` records."""
+        return sum(1 for _ in self._keys())
 
     @property
     def largest(self) -> int:
@@ -123,10 +130,10 @@ class Graphs:
                     recorded = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(recorded, pool=pool, stream=stream, capture_error_mode="thread_local"):
                         logits[:rows].copy_(self._step(rows, bound))
-                    graphs[rows, bound] = Graph(rows, recorded, logits[:rows])
+                    graphs[rows, bound] = Graph(rows, bound, recorded, logits[:rows])
         except Exception as error:
             cause = error.__context__ or error  # the end of a broken capture raises, too
-            log.warning("graphs_not_captured", message=f"{type(cause).__name__}: {cause}", exc_info=True)
+            log.debug("graphs_not_captured", exc_info=True)
             self.disable(f"{type(cause).__name__}: {cause}")
             return
         torch.cuda.current_stream(device).wait_stream(stream)

@@ -139,6 +139,8 @@ def _build(settings: Settings) -> tuple[Engine, LoadedModel]:
         swap_bytes=settings.swap_space,
         swap_file=settings.swap_file,
         attention=settings.attention,
+        utilization=settings.gpu_memory_utilization,
+        cuda_graphs=settings.cuda_graphs == "on",
     )
     try:
         return build_engine(settings.model_options(), settings.engine_config(), cache)
@@ -155,16 +157,18 @@ def _backend(name: str, reason: str) -> dict[str, str | int]:
 
 def _memory(runner: Runner) -> dict[str, str | int]:
     """Return the bytes of memory that the process takes now, and takes once KV pool and host tier are full."""
+    from engine.device_runner import DeviceRunner
     from engine.runner import ModelRunner
 
-    assert isinstance(runner, ModelRunner)  # which `build_engine` makes
+    assert isinstance(runner, ModelRunner | DeviceRunner)  # which `build_engine` makes
     facts: dict[str, str | int] = {
         "kv_cache_mib": runner.pool.nbytes >> 20,
         "swap_mib": runner.host.nbytes >> 20,
     }
     resident = resident_bytes()
     if resident is not None:
-        grows = sum(part.nbytes for part in (runner.pool, runner.host) if part.device.type == "cpu")
+        # Beside a GPU the host tier is pinned, so all of it is resident.
+        grows = runner.pool.nbytes + runner.host.nbytes if runner.pool.device.type == "cpu" else 0
         facts |= {"memory_mib": resident >> 20, "memory_full_mib": (resident + grows) >> 20}
     return facts
 

@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from engine.config import (
     DEFAULTS,
+    GPU_MEMORY_UTILIZATION,
     MODEL_DEFAULTS,
     Backend,
     Device,
@@ -144,7 +145,7 @@ class Settings(BaseSettings):
     attention: Attention = Field(
         default=AUTO,
         description=f"Attention backend; auto: the first of {', '.join(backend_names())} that runs the model on the "
-        "device (flash needs a GPU and flash-attn).",
+        "device (triton and flash need a GPU; flash needs the package flash-attn).",
     )
     quantize: Quantize = Field(
         default=MODEL_DEFAULTS.quantize,
@@ -155,6 +156,11 @@ class Settings(BaseSettings):
         default=MODEL_DEFAULTS.batch_invariant,
         description="Compute each job with the same bits whatever else is in the batch, on a GPU at a price in speed "
         "(on the CPU the fused decoder always does). Refused where it cannot hold.",
+    )
+    cuda_graphs: Literal["on", "off"] = Field(
+        default="on",
+        description="Run decode steps on a GPU as CUDA graphs, which are captured at the start. off: each kernel is "
+        "launched by itself; slower.",
     )
     num_threads: int | None = Field(
         default=None, ge=1, description="CPU threads that run the model. Default: torch's choice."
@@ -179,8 +185,15 @@ class Settings(BaseSettings):
         default=None,
         ge=1,
         description="Memory of the KV pool, such as 2GiB. Default: 384 tokens for each of --max-num-seqs, or one "
-        "sequence of full length, at most a quarter of the available memory; on a GPU 80 % of the memory that the "
-        "model leaves free.",
+        "sequence of full length, at most a quarter of the available memory; on a GPU what --gpu-memory-utilization "
+        "leaves.",
+    )
+    gpu_memory_utilization: float = Field(
+        default=GPU_MEMORY_UTILIZATION,
+        gt=0,
+        le=1,
+        description="Share of the GPU's memory for weights, the largest step, CUDA graphs and KV pool together. What "
+        "the first three take is measured at the start; the pool gets the rest.",
     )
     num_kv_blocks: int | None = Field(
         default=None, ge=1, description="Number of blocks in the KV pool, instead of --kv-cache-memory."

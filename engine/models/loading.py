@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -27,6 +27,7 @@ from engine.models.precision import check_precision, fused_only, precision_of
 from engine.models.rope import inverse_frequencies, position_limit, rotary_table
 from engine.models.weights import LoadError, ParameterStore, SafetensorsCheckpoint, check_not_pointer
 from engine.sampling.structured import GrammarCompiler
+from engine.serving import Serving
 from kernels.attention.base import AttentionBackend, CacheSpec
 from kernels.attention.reference import rows_are_invariant
 from kernels.linear import PLAIN, Precision, bucket, row_bucket
@@ -34,7 +35,7 @@ from kernels.linear import PLAIN, Precision, bucket, row_bucket
 if TYPE_CHECKING:  # transformers takes a second to import, and a GGUF file in the fused decoder needs nothing of it
     from transformers import PretrainedConfig
 
-__all__ = ["GenerationDefaults", "LoadError", "LoadedModel", "load_model"]
+__all__ = ["GenerationDefaults", "LoadError", "LoadedModel", "choose_device", "load_model"]
 
 ASKED_FOR = "--backend transformers"
 """`LoadedModel.implementation_reason` if the operator chose transformers for a model that the fused decoder runs."""
@@ -66,6 +67,10 @@ class LoadedModel:
     num_heads: int
     """Query heads of a layer."""
     make: Callable[[AttentionBackend], Model]
+    decoder: DecoderConfig | None = None
+    """Description of the model in the fused decoder; None in the code of transformers."""
+    serving: Serving = field(default_factory=Serving)
+    """How the model runs on its device; `build_engine` fills it."""
     bucket: Callable[[int], int] = bucket
     """Rounds a number of rows up to a number that the model computes fast."""
     precision: Precision = PLAIN
@@ -98,7 +103,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
         LoadError: the model does not exist or cannot run here; the message says why.
     """
     _check_choices(options)
-    device = _device(options.device)
+    device = choose_device(options.device)
     check_precision(options, device)
     dtype = _dtype(options.dtype, device)
     source = find_model(options.model)
@@ -162,6 +167,7 @@ def _load_fused(
         cache_shape=(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim),
         num_heads=decoder.num_heads,
         make=lambda backend: Decoder(decoder, parameters, tables, backend),
+        decoder=decoder,
         bucket=row_bucket(dtype) if device.type == "cpu" else bucket,
         precision=precision,
     )
@@ -313,7 +319,14 @@ def _max_model_len(config: PretrainedConfig | GgufConfig, asked: int | None) -> 
     return asked
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """Return the device that runs the model; `auto` is a GPU where torch finds one.
+
+    Raises:
+        LoadError: the device is unknown, or torch finds no GPU.
+    """
+    if name not in get_args(Device):
+        raise LoadError(f"device must be one of {', '.join(get_args(Device))}, not {name!r}")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
@@ -322,10 +335,24 @@ def _device(name: str) -> torch.device:
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of the weights; `auto` is bf16 where the device computes in it.
+
+    Raises:
+        LoadError: bf16 was requested, and the GPU only emulates it.
+    """
+    # Below compute capability 8.0 torch emulates bf16 in fp32, more slowly than fp16.
+    if device.type == "cuda" and name in ("auto", "bfloat16"):
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16
+        if name == "bfloat16":
+            major, minor = torch.cuda.get_device_capability(device)
+            raise LoadError(
+                f"dtype bfloat16 needs a GPU of compute capability 8.0 (Ampere) or newer, "
+                f"{torch.cuda.get_device_name(device)} has {major}.{minor}: set --dtype float16"
+            )
+        return torch.float16
     if name in _DTYPES:
         return _DTYPES[name]
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     return torch.bfloat16 if _cpu_has_bf16() else torch.float32
 
 

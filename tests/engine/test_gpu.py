@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
 
 from engine.build import CacheOptions, build_engine
@@ -129,12 +130,21 @@ def test_flash_is_preferred_and_a_greedy_step_waits_for_its_ids_alone(
     assert max(waits) <= 2  # the ids, and whether their logits were finite
 
 
-def test_the_pool_takes_its_share_of_what_is_free(paths: Any) -> None:
-    with pretend_gpu():
-        free, _ = torch.cuda.mem_get_info()
+def test_the_pool_takes_what_weights_and_the_largest_step_leave_of_the_share(paths: Any) -> None:
+    with pretend_gpu() as gpu, structlog.testing.capture_logs() as logs:
         engine, _ = build(paths(CASES["llama"]), "cuda", blocks=None)
         pool = engine.runner.pool  # type: ignore[attr-defined]
-    assert 0.7 * free < pool.numel() <= 0.8 * free
+        for request in crowd():
+            engine.add(request)
+        torch.cuda.reset_peak_memory_stats()
+        while engine.has_work:
+            engine.step()
+        peak = torch.cuda.max_memory_allocated()
+        total = gpu.memory.total
+    (measured,) = (entry for entry in logs if entry["event"] == "memory_measured")
+    assert measured["step_mib"] > 0
+    assert pool.numel() > 0.5 * total, "the pool takes what is left"
+    assert peak <= 0.9 * total, "and steps fit beside it"
 
 
 def test_compiled_kernels_keep_their_hands_off_the_device() -> None:

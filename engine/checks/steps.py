@@ -1,0 +1,141 @@
+"""Checks whole steps on a GPU: CUDA graphs against single launches, and overlapped steps against sequential ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from engine.checks.compare import limit, worst_error
+from engine.config import EngineConfig
+from engine.device_runner import DeviceRunner
+from engine.engine import Engine
+from engine.profile import piece
+from engine.request import Request, SamplingParams
+from engine.sampling.text import TokenBytes
+from engine.scheduling.plan import Plan, Slice
+from kernels.attention.base import AttentionBatch
+
+_SIZES = (1, 2, 3, 17)
+"""Numbers of decodes, besides the largest: some of them need padding."""
+_LONGEST = (900, 3000, 17_000)
+"""Longest context of each step, so that graphs of every bound are replayed."""
+_AT_ONCE = 2048
+"""Tokens that are written into the pool at a time."""
+_GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
+_ROUNDINGS = 16
+"""Roundings through all layers that may differ between a product of few rows and one of more."""
+_TOKENS = 8
+"""Ids of each request that is run with overlap and without."""
+
+
+def check_graphs(runner: DeviceRunner, config: EngineConfig, token_bytes: TokenBytes) -> str | None:
+    """Compare the logits of graphs with those of single launches bit by bit; return what differs, or None.
+
+    All slots of the pool but those of the contexts hold NaN, so a graph that reads more than it should is seen.
+
+    Args:
+        runner: with graphs; no sequence uses its pool.
+        config: limits of the engine.
+        token_bytes: bytes of an id.
+    """
+    room = runner.pool.shape[0] // 2
+    sizes = [size for size in dict.fromkeys((*_SIZES, config.max_num_seqs)) if size <= min(config.max_num_seqs, room)]
+    shared = runner.pool.shape[0] - max(sizes, default=0)
+    runner.pool.fill_(0xFF)
+    lengths = dict.fromkeys(min(length, config.max_model_len, shared * config.block_size) for length in _LONGEST)
+    _write(runner, range(max(lengths)), list(range(shared)))
+    for size in sizes:
+        for longest in lengths:
+            wrong = _compare(runner, _decodes(runner, size, longest, shared, config.block_size, token_bytes))
+            if wrong is not None:
+                return f"{size} sequences, longest context {longest}: {wrong}"
+    return None
+
+
+def _compare(runner: DeviceRunner, plan: Plan) -> str | None:
+    try:
+        found = runner.compare_graph(plan)
+    finally:
+        for seq in plan.sampling:
+            runner.forget(seq)
+    if found is None:
+        return "no graph was captured"
+    by_graph, by_launches, without_padding = (logits.cpu() for logits in found)
+    if not torch.equal(by_graph, by_launches):
+        rows = (by_graph != by_launches).any(1)
+        return f"the logits of {int(rows.sum())} of {len(rows)} rows differ from those of single launches"
+    error, allowed = worst_error(by_graph, without_padding), limit(runner.backend.spec.dtype, _ROUNDINGS)
+    return None if error <= allowed else f"padding changes the logits by {error:.2g}"
+
+
+def _decodes(
+    runner: DeviceRunner, count: int, longest: int, shared: int, block_size: int, token_bytes: TokenBytes
+) -> Plan:
+    """Return a step of decodes. Sequences share all blocks but their last one, of which they write their own."""
+    runner.pool[shared : shared + count].fill_(0xFF)
+    pieces: list[Slice] = []
+    for index in range(count):
+        length = longest if index == 0 else 1 + index * 37 % min(longest, _LONGEST[0])
+        decode = piece(length, 1, block_size, token_bytes, _GREEDY)
+        full = (length - 1) // block_size
+        decode.seq.tokens[-1] = index % runner.sampler.num_ids
+        decode.seq.block_table = [*range(full), shared + index]
+        _write(runner, range(full * block_size, length - 1), decode.seq.block_table)
+        pieces.append(decode)
+    return Plan(tuple(pieces))
+
+
+@torch.inference_mode()
+def _write(runner: DeviceRunner, positions: range, table: list[int]) -> None:
+    """Store random K and V at these positions of a block table, in all layers."""
+    spec, device = runner.backend.spec, runner.pool.device
+    for start in range(positions.start, positions.stop, _AT_ONCE):
+        at = range(start, min(start + _AT_ONCE, positions.stop))
+        slots = [table[p // spec.block_size] * spec.block_size + p % spec.block_size for p in at]
+        batch = AttentionBatch(
+            slots=torch.tensor(slots, device=device),
+            positions=torch.tensor(at, device=device),
+            cu_seqlens=(0, len(at)),
+            context_lens=(at.stop,),
+            block_tables=(tuple(table),),
+        )
+        for layer in range(spec.num_layers):
+            k, v = torch.randn((2, len(at), spec.num_kv_heads, spec.head_dim), dtype=spec.dtype, device=device)
+            runner.backend.write(layer, k, v, batch)
+
+
+def check_overlap(make: Callable[[bool], Engine], num_ids: int) -> str | None:
+    """Run a few requests with overlapped steps and with sequential ones; return how their ids differ, or None.
+
+    Args:
+        make: returns an engine, with overlap or without; both may use the same pool.
+        num_ids: number of valid ids.
+    """
+    overlapped, sequential = (_ids(make(overlap), num_ids) for overlap in (True, False))
+    for name, ids in sequential.items():
+        if overlapped.get(name) != ids:
+            return f"request {name} gave the ids {overlapped.get(name)} instead of {ids}"
+    return None
+
+
+def _ids(engine: Engine, num_ids: int) -> dict[str, list[tuple[int, ...]]]:
+    """Run the requests of the check; return the ids of each. Lengths are fixed, so that both ways have equal steps."""
+    greedy = {"temperature": 0.0, "ignore_eos": True, "seed": 1}
+    kinds = (
+        greedy,
+        {**greedy, "repetition_penalty": 1.3},
+        {**greedy, "temperature": 1.0, "top_p": 0.9, "n": 2},
+        {**greedy, "temperature": 0.8, "frequency_penalty": 0.5, "logprobs": 2},
+        {**greedy, "min_tokens": 3, "logit_bias": ((1, 2.0),)},
+    )
+    for index, options in enumerate(kinds):
+        prompt = [(31 * index + 7 * i) % num_ids for i in range(3 + 9 * index)]
+        tokens = min(_TOKENS + index, engine.config.capacity - len(prompt))
+        if tokens > 0:
+            engine.add(Request(f"check-{index}", prompt, SamplingParams(max_tokens=tokens, **options)))  # type: ignore[arg-type]
+    found: dict[str, list[tuple[int, ...]]] = {}
+    while engine.has_work:
+        for last in engine.step().finished:
+            found[last.request_id] = [choice.token_ids for choice in last.choices]
+    return found

@@ -1,0 +1,228 @@
+"""Shares the memory of a GPU: weights, the largest step and CUDA graphs are measured, the KV pool gets what they leave.
+
+`--gpu-memory-utilization` is a share of the card's total memory. This process may take that much for everything
+together, as in vLLM; memory that other processes hold is not counted against it, but must lie outside of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from engine.config import EngineConfig, ModelOptions
+
+log = structlog.get_logger()
+
+GIB = 1 << 30
+_MIB = 1 << 20
+_SLACK = 256 << 20
+"""What torch's allocator may reserve beyond its tensors without a warning."""
+_CONTEXT = GIB
+"""Of the memory that is taken before the model is loaded, at most this much counts as the CUDA context of this process;
+the other bytes belong to other processes. A context takes 0.3 to 0.6 GiB."""
+_LARGE_STEP = 0.05
+"""Share of the budget from which on the largest step is worth a hint."""
+_FP8 = (8, 9)
+
+
+class DoesNotFit(ValueError):
+    """The model, one step or one KV block does not fit into the memory that this worker may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The memory of a GPU at one moment, in bytes."""
+
+    total: int
+    free: int
+    reserved: int
+    """Held by torch's allocator."""
+    allocated: int
+    """Of `reserved`, in tensors."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> Snapshot:
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(total, free, torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device))
+
+    @property
+    def outside(self) -> int:
+        """Bytes that torch's allocator does not hold: CUDA's context, libraries, other processes."""
+        return max(0, self.total - self.free - self.reserved)
+
+    @property
+    def available(self) -> int:
+        """Bytes that this process may still put into tensors."""
+        return self.free + self.reserved - self.allocated
+
+
+class DeviceMemory:
+    """The account of one worker's memory on a GPU, from before the model is loaded until the KV pool is allocated."""
+
+    def __init__(self, device: torch.device, utilization: float) -> None:
+        """Take the first measurement. `utilization`: share of the card's total memory for this worker, 0 to 1."""
+        self.device = device
+        self.utilization = utilization
+        self.start = Snapshot.of(device)
+        self.weights = 0
+        self.step = 0
+        """Peak of the largest step beyond the weights."""
+        self.libraries = min(self.start.outside, _CONTEXT)
+        """CUDA's context and what libraries allocate themselves."""
+        self.graphs = 0
+
+    @property
+    def budget(self) -> int:
+        return int(self.start.total * self.utilization)
+
+    @property
+    def elsewhere(self) -> int:
+        """Bytes that other processes, and earlier engines of this process, held at the start."""
+        return max(0, self.start.outside - _CONTEXT) + self.start.allocated
+
+    @property
+    def room(self) -> int:
+        """Bytes that are left for the KV pool; negative if the parts take more than the budget."""
+        return self.budget - self.weights - self.step - self.libraries - self.graphs
+
+    def loaded(self) -> None:
+        """Measure the weights, and return what only loading needed to the device."""
+        torch.cuda.empty_cache()
+        self.weights = torch.cuda.memory_allocated(self.device) - self.start.allocated
+
+    def measure(self, run: Callable[[], object]) -> None:
+        """Measure the peak of `run`, which computes the largest step, beyond what is allocated before it."""
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        run()
+        torch.cuda.synchronize(self.device)
+        self.step = max(self.step, torch.cuda.max_memory_allocated(self.device) - before)
+        grown = Snapshot.of(self.device).outside - self.start.outside
+        self.libraries = min(self.start.outside, _CONTEXT) + max(0, grown)
+        torch.cuda.empty_cache()
+
+    def measure_graphs(self, capture: Callable[[], tuple[int, int]]) -> None:
+        """Measure what CUDA graphs will take.
+
+        Args:
+            capture: captures the graphs that need most memory, whose pool the smaller ones share; returns the number of
+                captured graphs, and of all that will be captured: each takes memory of the driver.
+        """
+        torch.cuda.empty_cache()
+        before = Snapshot.of(self.device)
+        captured, planned = capture()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        after = Snapshot.of(self.device)
+        pool = max(0, after.reserved - before.reserved)
+        driver = max(0, after.outside - before.outside)
+        self.graphs = pool + driver * planned // max(1, captured)
+
+    def check_end(self, sized: bool) -> None:
+        """Log a warning if this process takes more than its share once everything is allocated.
+
+        Args:
+            sized: whether the operator gave the size of the pool, so that the share does not count.
+        """
+        now = Snapshot.of(self.device)
+        taken = now.total - now.free - self.elsewhere
+        if not sized and taken > self.budget + _SLACK:
+            log.warning(
+                "gpu_share_exceeded",
+                taken_mib=taken >> 20,
+                budget_mib=self.budget >> 20,
+                hint="lower --gpu-memory-utilization if other processes need the difference",
+            )
+
+    def fields(self) -> dict[str, float]:
+        """Return the parts in MiB, for the log."""
+        parts = {
+            "total": self.start.total,
+            "budget": self.budget,
+            "weights": self.weights,
+            "step": self.step,
+            "libraries": self.libraries,
+            "graphs": self.graphs,
+            "kv_pool": max(0, self.room),
+            "other_processes": self.elsewhere,
+        }
+        return {f"{name}_mib": round(size / _MIB, 1) for name, size in parts.items()}
+
+    def check_start(self) -> None:
+        """Check that the budget is free.
+
+        Raises:
+            DoesNotFit: other processes hold a part of it.
+        """
+        context = min(self.start.outside, _CONTEXT)
+        if self.start.available + context >= self.budget:
+            return
+        most = max(0.0, (self.start.available + context) / self.start.total - 0.005)
+        raise DoesNotFit(
+            f"{_gib(self.start.available)} of the GPU's {_gib(self.start.total)} are free, other processes hold "
+            f"{_gib(self.elsewhere)}: end them, or set --gpu-memory-utilization {most:.2f} or lower "
+            f"(it is {self.utilization:g}, {_gib(self.budget)})"
+        )
+
+    def refusal(self, name: str, missing: str, advice: tuple[str, ...]) -> DoesNotFit:
+        """Return the error of a model that does not fit.
+
+        Args:
+            name: the model.
+            missing: what found no room, such as `a KV block of 16 tokens (2 MiB)`.
+            advice: options that would help, see `advice`.
+        """
+        parts = [f"{_gib(self.weights)} weights"]
+        for size, part in (
+            (self.step, "largest step"),
+            (self.libraries, "CUDA and libraries"),
+            (self.graphs, "CUDA graphs"),
+        ):
+            if size:
+                parts.append(f"{_gib(size)} {part}")
+        held = f"; other processes hold {_gib(self.elsewhere)}" if self.elsewhere else ""
+        return DoesNotFit(
+            f"{name} does not fit on the GPU: {' + '.join(parts)} leave no room for {missing} in "
+            f"{_gib(self.budget)} (--gpu-memory-utilization {self.utilization:g} of {_gib(self.start.total)}{held}). "
+            f"What would help: {', '.join(advice)}"
+        )
+
+    @contextmanager
+    def guard(self, name: str, missing: str, advice: Callable[[], tuple[str, ...]]) -> Iterator[None]:
+        """Turn the allocator's error inside the block into one line that says what would help.
+
+        Raises:
+            DoesNotFit: the memory ended.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            held = torch.cuda.memory_allocated(self.device) - self.start.allocated
+            self.weights = self.weights or held
+            raise self.refusal(name, missing, advice()) from error
+
+
+def advice(options: ModelOptions, config: EngineConfig, memory: DeviceMemory) -> tuple[str, ...]:
+    """Return the options that would make a model fit, the most effective ones first."""
+    found = []
+    if options.dtype == "float32":
+        found.append("--dtype bfloat16 (half the weights)")
+    if options.quantize == "none" and options.backend != "transformers":
+        fp8 = torch.cuda.get_device_capability(memory.device) >= _FP8
+        found.append(f"--quantize {'fp8' if fp8 else 'int8'} (about half the weights of bf16)")
+    if not memory.step or memory.step > _LARGE_STEP * memory.budget:
+        found.append(f"--max-num-batched-tokens below {config.max_num_batched_tokens}")
+        found.append(f"--max-num-seqs below {config.max_num_seqs}")
+    if options.max_model_len is None:
+        found.append("--max-model-len (the model's own limit is used)")
+    if memory.utilization < 0.95:
+        found.append(f"--gpu-memory-utilization above {memory.utilization:g}")
+    return (*found, "a smaller model or a larger GPU")
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

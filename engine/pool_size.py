@@ -1,0 +1,146 @@
+"""Chooses the numbers of blocks of the KV pool and the host tier."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+import torch
+from torch import Tensor
+
+from engine.config import GPU_MEMORY_UTILIZATION, EngineConfig, ModelOptions
+from engine.device_memory import DeviceMemory, advice
+from engine.device_runner import DeviceRunner
+from engine.memory import default_host_bytes, default_pool_blocks
+from engine.models.loading import LoadedModel
+from engine.prepare import capture_largest
+from engine.profile import run_largest
+from engine.runner import Runner
+from kernels.attention import AUTO
+from kernels.attention.base import AttentionBackend
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """Size of the KV pool, as a number of blocks or of bytes, of the host tier, and what a GPU's worker may use."""
+
+    num_blocks: int | None = None
+    """Blocks in the pool; None: see `memory_bytes`."""
+    memory_bytes: int | None = None
+    """Bytes that the pool may take; None: a default for this machine, see `engine.memory`, `engine.device_memory`."""
+    swap_bytes: int | None = 0
+    """Bytes of the host tier; None: a default for this machine, see `engine.memory`."""
+    swap_file: str | None = None
+    """Path of a new file that holds the host tier, memory-mapped; None: anonymous memory."""
+    attention: str = AUTO
+    """Name of an attention backend, see `kernels.attention`."""
+    utilization: float = GPU_MEMORY_UTILIZATION
+    """Share of a GPU's total memory for weights, steps, CUDA graphs and KV pool together, unless the pool's size is
+    given."""
+    cuda_graphs: bool = True
+    """Whether steps of decodes are captured as CUDA graphs, where the backend can be captured."""
+
+    @property
+    def sized(self) -> bool:
+        """Whether the size of the pool is given."""
+        return self.num_blocks is not None or self.memory_bytes is not None
+
+
+MakeRunner = Callable[[Tensor], Runner]
+"""Binds the model to a pool, uint8 `[num_blocks, block_bytes]`, and returns its runner."""
+
+
+def with_sizes(
+    config: EngineConfig,
+    cache: CacheOptions,
+    backend: AttentionBackend,
+    available: int | None,
+    on_device: Callable[[], int],
+) -> EngineConfig:
+    """Return `config` with the numbers of blocks of the KV pool and the host tier.
+
+    Args:
+        config: with the block size and `max_model_len` of the model.
+        cache: the operator's choices.
+        backend: knows the bytes of a block.
+        available: bytes of memory that this process may still take; None: unknown.
+        on_device: returns the bytes for the pool of a GPU, if the operator gave none.
+
+    Raises:
+        ValueError: the memory does not hold one block.
+    """
+    num_blocks = _num_blocks(config, cache, backend, available, on_device)
+    host_bytes = cache.swap_bytes
+    if host_bytes is None:
+        host_bytes = default_host_bytes(num_blocks * backend.block_bytes, cache.swap_file is not None)
+    return dataclasses.replace(config, num_blocks=num_blocks, host_slots=host_bytes // backend.block_bytes)
+
+
+def _num_blocks(
+    config: EngineConfig,
+    cache: CacheOptions,
+    backend: AttentionBackend,
+    available: int | None,
+    on_device: Callable[[], int],
+) -> int:
+    """Return the number of blocks of the pool, at least 1."""
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    if cache.memory_bytes is not None or backend.spec.device.type == "cuda":
+        budget = on_device() if cache.memory_bytes is None else cache.memory_bytes
+        num_blocks = budget // backend.block_bytes
+    else:
+        budget = available or 0
+        num_blocks = default_pool_blocks(config, config.max_model_len, backend.block_bytes, available)
+    if num_blocks < 1:
+        raise ValueError(
+            f"{budget} bytes of KV cache hold no block: "
+            f"a block of {backend.spec.block_size} tokens takes {backend.block_bytes} bytes"
+        )
+    return num_blocks
+
+
+def measured_bytes(
+    memory: DeviceMemory,
+    loaded: LoadedModel,
+    options: ModelOptions,
+    config: EngineConfig,
+    cache: CacheOptions,
+    backend: AttentionBackend,
+    make: MakeRunner,
+) -> int:
+    """Run the largest step over a pool of one block, and return the bytes that a GPU has left for the KV pool.
+
+    Raises:
+        engine.device_memory.DoesNotFit: the step or one block finds no room; the message says what would help.
+    """
+    missing = f"a KV block of {config.block_size} tokens ({backend.block_bytes / (1 << 20):.1f} MiB)"
+
+    def hints() -> tuple[str, ...]:
+        return advice(options, config, memory)
+
+    if memory.room < backend.block_bytes:
+        raise memory.refusal(loaded.name, missing, hints())
+    kv_tokens = memory.room // backend.block_bytes * config.block_size
+
+    runners: list[Runner] = []
+
+    def largest() -> None:
+        runners.append(make(torch.zeros((1, backend.block_bytes), dtype=torch.uint8, device=memory.device)))
+        run_largest(runners[0], config, kv_tokens, loaded.tokenizer.token_bytes)
+
+    with memory.guard(loaded.name, f"a step of {config.max_num_batched_tokens} tokens", hints):
+        memory.measure(largest)
+        runner = runners.pop()
+        if cache.cuda_graphs and isinstance(runner, DeviceRunner):
+            memory.measure_graphs(partial(capture_largest, runner))
+        del runner
+    log.info("memory_measured", **memory.fields())
+    if memory.room < backend.block_bytes:
+        raise memory.refusal(loaded.name, missing, hints())
+    return memory.room

@@ -1,0 +1,84 @@
+"""Gets the runner of a GPU ready: every kernel is compiled, graphs are captured and checked, overlap is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from engine.checks.steps import check_graphs, check_overlap
+from engine.config import EngineConfig
+from engine.device_runner import DeviceRunner
+from engine.engine import Engine
+from engine.models.loading import LoadedModel
+from engine.profile import warm_up
+from engine.selfcheck import SelfCheck, attempt
+
+OFF = "--cuda-graphs off"
+
+
+def prepare(
+    runner: DeviceRunner,
+    config: EngineConfig,
+    loaded: LoadedModel,
+    checks: SelfCheck,
+    make: Callable[[bool], Engine],
+    *,
+    graphs: bool,
+) -> bool:
+    """Run steps without requests, capture graphs, and compare them and overlapped steps with what they replace.
+
+    Args:
+        runner: over the pool that will be used; no sequence uses it yet.
+        config: the engine's.
+        loaded: the model; its `serving` gets what is found.
+        checks: notes what falls back.
+        make: returns an engine over the runner, with overlap or without.
+        graphs: whether the operator wants CUDA graphs.
+
+    Returns:
+        Whether steps may overlap: `config.overlap`, unless the check failed.
+
+    Raises:
+        engine.selfcheck.GpuFails: the device was lost.
+    """
+    token_bytes = loaded.tokenizer.token_bytes
+    warm_up(runner, config, config.num_blocks * config.block_size, token_bytes)
+    if graphs:
+        _capture(runner, config, loaded, checks)
+    else:
+        runner.graphs.disable(OFF)
+    serving = loaded.serving
+    serving.graphs, serving.graphs_reason = runner.graphs.count, runner.graphs.reason or ""
+    serving.overlap = bool(config.overlap)
+    if serving.overlap:
+        wrong = attempt("overlap", partial(check_overlap, make, loaded.tokenizer.size))
+        if wrong is not None:
+            serving.overlap = False
+            checks.replace("overlap", wrong, "one step after the other")
+    checks.finish()
+    return serving.overlap
+
+
+def _capture(runner: DeviceRunner, config: EngineConfig, loaded: LoadedModel, checks: SelfCheck) -> None:
+    """Capture graphs; discard them if they compute anything else than single launches."""
+    can = runner.backend.captures
+    runner.capture()
+    graphs = runner.graphs
+    if graphs.reason is None:
+        wrong = attempt("graphs", partial(check_graphs, runner, config, loaded.tokenizer.token_bytes))
+        if wrong is not None:
+            graphs.disable(wrong)
+    if graphs.reason is not None and can:
+        checks.replace("graphs", graphs.reason, "single launches")
+
+
+def capture_largest(runner: DeviceRunner) -> tuple[int, int]:
+    """Capture the graphs with most rows alone, to measure them.
+
+    Returns:
+        The number of graphs that were captured, and the number of graphs that `DeviceRunner.capture` captures.
+    """
+    planned = runner.graphs.planned
+    runner.graphs.sizes = runner.graphs.sizes[-1:]
+    runner.capture()
+    return runner.graphs.count, planned

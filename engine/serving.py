@@ -1,0 +1,42 @@
+"""How a model runs on its device, as `tokenmill info` and the metrics show it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kernels.triton import NAMES
+
+PARTS = (*NAMES, "graphs", "overlap")
+"""What may fall back on a GPU: groups of kernels, CUDA graphs, overlapped steps."""
+
+
+@dataclass(slots=True)
+class Serving:
+    """Facts that `build_engine` finds out."""
+
+    attention: str = ""
+    """Name of the attention backend."""
+    gpu: str = ""
+    """Name of the GPU; empty on a CPU."""
+    overlap: bool = False
+    """Whether a step is scheduled while the one before it runs."""
+    graphs: int = 0
+    """Number of CUDA graphs that were captured."""
+    graphs_reason: str = ""
+    """Why there are none."""
+    fallbacks: dict[str, str] = field(default_factory=dict)
+    """One of `PARTS` → why it is not in use, although this GPU should have it."""
+
+    def facts(self) -> dict[str, str | int]:
+        """Return the fields of `worker_ready` and of `worker:<name>`."""
+        found: dict[str, str | int] = {"attention": self.attention}
+        if not self.gpu:
+            return found
+        found |= {
+            "gpu": self.gpu,
+            "overlap": "on" if self.overlap else "off",
+            "cuda_graphs": self.graphs or f"off: {self.graphs_reason or 'not captured'}",
+        }
+        if self.fallbacks:
+            found["fallbacks"] = "; ".join(f"{part}: {reason}" for part, reason in self.fallbacks.items())
+        return found
