@@ -29,5 +29,5 @@ def on_device(engine: Engine, **changes: Any) -> DeviceRunner:
             **changes,
         },
     )
-    engine.runner = engine._canary._runner = made
+    engine.runner = engine._canary._runner = engine._pipeline._runner = engine._live._runner = made
     return made

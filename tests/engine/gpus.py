@@ -18,7 +18,8 @@ from tests.pretend_gpu import Gpu
 
 def engine_on_gpu(path: str, *, overlap: bool, graphs: bool, **config: Any) -> tuple[Engine, LoadedModel]:
     """Build an engine on the pretended GPU that torch sees."""
-    engine, loaded = build(path, "cuda", **{"max_num_seqs": 8, "max_num_batched_tokens": 64, **config})
+    engine, loaded = build(path, "cuda", overlap=overlap, **{"max_num_seqs": 8, "max_num_batched_tokens": 64, **config})
+    assert engine.overlap == overlap
     runner = on_device(engine)
     if graphs:
         runner.capture()
