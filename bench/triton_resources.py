@@ -131,7 +131,7 @@ def report(targets: list[str], part: int, parts: int, replace: bool) -> list[str
     """Compile every `parts`-th variant of the targets from `part` on, print what it takes, and return what is wrong.
 
     Args:
-        replace: write the table; needs all targets and variants.
+        replace: write the table; needs all targets and variants. Entries that are of their source are kept.
     """
     table = read()
     wrong: list[str] = [] if replace or not table else [line for target in targets for line in outdated(target, table)]
@@ -139,7 +139,8 @@ def report(targets: list[str], part: int, parts: int, replace: bool) -> list[str
     for target in targets:
         for source in sources(target)[part::parts]:
             was = table.get(target, {}).get(source.name)
-            made.setdefault(target, {})[source.name] = found = entry(target, source)
+            kept = replace and was is not None and was[3] == source.fingerprint()
+            made.setdefault(target, {})[source.name] = found = was if kept and was else entry(target, source)
             print(
                 f"{target:6} {source.name:50} {found[0]:3} registers {found[1]:3} stack {found[2]:6} shared", flush=True
             )

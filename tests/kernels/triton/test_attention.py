@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from functools import partial
@@ -88,18 +89,45 @@ def test_bits_depend_on_chunks_neighbours_and_blocks_no_more_than_on_the_tile(
     block_size: int, shape: tuple[int, int, int], options: dict[str, Any]
 ) -> None:
     """Chunked = whole, alone = crowd, decode = prefill."""
-    length = 290
+    length, first = 290, 250
     whole = make(block_size, shape, [length], torch.float32, seed=1)
-    want = whole.run([(0, 0, length)], **options)[0]
+    fill(whole, [(0, 0, first)])
+    want = {0: whole.run([(0, 0, 12)], **options)[0], first: whole.run([(0, first, length)], **options)[0]}
     cache = make(48 if block_size == 1 else 3, shape, [length, 5, 140, 400], torch.float32, seed=2)
     cache.q[0], cache.k[0], cache.v[0] = whole.q[0], whole.k[0], whole.v[0]
-    fill(cache, [(s, 0, n) for s, n in enumerate([5, 140, 400], 1)])
-    fill(cache, [(0, 0, length)])
-    company = [(1, 4, 5), (2, 120, 140), (3, 399, 400)]
-    for cuts, others in (([1, 8, 256, 257, 289], []), ([255, 270], company), ([287, 288], company[2:])):
-        for start, stop in list(zip([0, *cuts], [*cuts, length], strict=True))[1:]:
+    fill(cache, [(s, 0, n) for s, n in enumerate([length, 5, 140, 400])])
+    company = [(1, 4, 5), (2, 130, 140), (3, 399, 400)]
+    for begin, cuts, others in (
+        (0, [1, 8, 12], company),
+        (first, [255, 256, 257, 289, length], []),
+        (first, [270, length], company),
+        (first, [287, 288, length], company[2:]),
+    ):
+        for start, stop in itertools.pairwise([begin, *cuts]):
             got = cache.run([*others, (0, start, stop)], padding=2, **options)[-1]
-            assert torch.equal(got, want[start:stop]), (cuts, start, stop)
+            assert torch.equal(got, want[begin][start - begin : stop - begin]), (cuts, start, stop)
+
+
+@pytest.mark.parametrize(("block_size", "shape", "options"), CASES[1:3])
+def test_with_two_tiles_bits_depend_on_the_tile_alone(
+    block_size: int, shape: tuple[int, int, int], options: dict[str, Any]
+) -> None:
+    """Chunks that are all long = whole, decode alone = in a crowd; a decode and a long chunk may differ."""
+    length = 290
+    short, long = attention.tiles(torch.float16, shape[2], shape[0] // shape[1])
+    assert short != long
+    whole = make(block_size, shape, [length], torch.float16, seed=1)
+    fill(whole, [(0, 0, 200)])
+    chunk = whole.run([(0, 200, length)], **options)[0]
+    decode = whole.run([(0, length - 1, length)], **options)[0]
+    cache = make(3, shape, [length, 5, 140], torch.float16, seed=2)
+    cache.q[0], cache.k[0], cache.v[0] = whole.q[0], whole.k[0], whole.v[0]
+    fill(cache, [(0, 0, length), (1, 0, 5), (2, 0, 140)])
+    crowd = [(1, 4, 5), (2, 120, 140)]
+    for start, stop in ((200, 241), (241, 260), (260, length)):
+        got = cache.run([*crowd, (0, start, stop)], padding=2, **options)[-1]
+        assert torch.equal(got, chunk[start - 200 : stop - 200])
+    assert torch.equal(cache.run([*crowd, (0, length - 1, length)], padding=1, **options)[-1], decode)
 
 
 def test_items_of_padding_and_stale_table_entries_are_ignored() -> None:
