@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import pytest
+import torch
 
 from bench import triton_resources as resources
+from kernels.triton import ops
+from kernels.triton.attention import Lengths, attend, tiles
+from kernels.triton.write import write_rotated
 from tests.support import output_of
 
 TARGETS = tuple(resources.CAPABILITIES)
@@ -72,3 +78,46 @@ after = {s.name: s.fingerprint() for s in r.sources("sm_90")}
 print(*sorted({name.split()[0] for name in before if before[name] != after[name]}))
 """
     assert output_of([sys.executable, "-c", code]).split() == ["attention.attend", "attention.combine"]
+
+
+def fingerprints(module: str, call: Callable[[], object]) -> list[str]:
+    return [source.fingerprint() for source in resources._launched(module, "", call)]
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_attention_is_compiled_once_for_all_numbers_of_rows_sequences_items_splits_and_table_widths() -> None:
+    pool = meta(9, 2, 2, 16, 8, 128)
+    tile, _ = tiles(torch.bfloat16, 128, 4)
+
+    def launched(rows: int, sequences: int, items: int, blocks: int, splits: int) -> list[str]:
+        q = meta(rows, 32, 128)
+        sizes = ((sequences, blocks), (sequences,), (sequences,), (sequences + 1,), (items, 2))
+        *lengths, work = (meta(*size, dtype=torch.int32) for size in sizes)
+        k, v = pool[:, 1, 0], pool[:, 1, 1]
+        call = partial(attend, q, k, v, q, Lengths(*lengths), work, tile, scale=0.1, splits=splits)
+        return fingerprints("attention", call)
+
+    split = {tuple(launched(*shape, splits)) for shape in SHAPES for splits in (2, 3, 16, 64)}
+    whole = {tuple(launched(*shape, 1)) for shape in SHAPES}
+    assert [len(x) for x in split] == [2]
+    assert [len(x) for x in whole] == [1]
+
+
+SHAPES = [(1, 1, 1, 1), (2, 2, 2, 7), (16, 16, 16, 16), (17, 3, 5, 48), (64, 16, 32, 33)]
+"""Rows, sequences, items, blocks of a table."""
+
+
+def test_small_operations_and_the_store_are_compiled_once_for_all_numbers_of_rows() -> None:
+    pool, weight = meta(9, 2, 2, 16, 8, 128), meta(4096)
+    store, norm, gate, cap = (set[str]() for _ in range(4))
+    for rows in (1, 2, 16, 17, 160):
+        qkv, slots, angles = meta(rows, 48, 128), meta(rows, dtype=torch.int64), meta(rows, 64, dtype=torch.float32)
+        call = partial(write_rotated, qkv, pool[:, 0, 0], pool[:, 0, 1], slots, rotation=(angles, angles))
+        store.update(fingerprints("write", call))
+        norm.update(fingerprints("ops", partial(ops.add_rms_norm, *(meta(rows, 4096),) * 2, weight, 1e-6)))
+        gate.update(fingerprints("ops", partial(ops.silu_mul, meta(rows, 2 * 14336))))
+        cap.update(fingerprints("ops", partial(ops.softcap, meta(rows, 49153), 30.0)))
+    assert [len(x) for x in (store, norm, gate, cap)] == [1, 1, 1, 1]
