@@ -54,6 +54,8 @@ class CudaProduct:
         self._scales: Tensor | None = None
         if quantize is not None and can_quantize(quantize, weight.shape[1]):
             self._weight, self._scales = quantized_weight(weight, quantize)
+            if quantize == FP8:
+                _scales_rows(weight.device, weight.dtype)  # now, since it waits for the device
 
     def __call__(self, x: Tensor) -> Tensor:
         return multiply(x, self._weight, self._scales, self._bias, batch_invariant=self._batch_invariant)
@@ -93,7 +95,7 @@ def multiply(
         return _rescaled(torch._int_mm(values, weight.t()), x_scales, scales, bias, x)
     if scales.shape[0] == weight.shape[0] and _scales_rows(x.device, x.dtype):
         return _scaled(values, x_scales, weight, scales, bias, x.dtype)[: x.shape[0]]
-    one = _one(x.device)
+    one = x_scales.new_ones(())
     sums = torch._scaled_mm(values, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
     return _rescaled(sums, x_scales, scales, bias, x)
 
@@ -146,8 +148,3 @@ def _scales_rows(device: torch.device, dtype: torch.dtype) -> bool:
     except (RuntimeError, ValueError, NotImplementedError):
         return False
     return torch.allclose(got.float(), want, rtol=2 * torch.finfo(dtype).eps)
-
-
-@cache
-def _one(device: torch.device) -> Tensor:
-    return torch.ones((), device=device)
