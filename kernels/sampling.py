@@ -54,10 +54,10 @@ def sample(
         logits: `[R, vocab]`; not changed.
         choices: parameters of the R rows.
         num_ids: number of columns that belong to ids.
-        counts: int32 `[slots, num_ids]`: twice the number of occurrences in the output, plus 1 if the id is in the
-            prompt.
+        counts: int32 `[slots, num_ids or more]`: twice the number of occurrences in the output, plus 1 if the id is in
+            the prompt.
         last: int32: the ids that `Choices.places` refers to; None if no id is pending.
-        scratch: fp32 `[R or more, num_ids]`; overwritten.
+        scratch: fp32, of the width of `counts`, `[R or more, …]`; overwritten.
     """
     return _operations(logits).sample(logits, choices, num_ids, counts, last, scratch)
 

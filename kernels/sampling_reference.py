@@ -95,7 +95,7 @@ def sample(
     ids = torch.where(finite, ids, -1)
     if choices.edited:
         added = 2 * ((choices.slots >= 0) & finite).int()
-        at = choices.slots.clamp(min=0).long() * num_ids + ids.clamp(min=0)
+        at = choices.slots.clamp(min=0).long() * counts.shape[1] + ids.clamp(min=0)
         counts.view(-1).scatter_add_(0, at, added)
     return ids.int()
 
@@ -122,7 +122,7 @@ def edit(values: Tensor, choices: Choices, counts: Tensor, last: Tensor | None) 
 def _penalise(values: Tensor, choices: Choices, part: slice, counts: Tensor) -> None:
     """Apply the penalties; see `engine.sampling.sampler`. Rows without penalties keep their bits."""
     slots = choices.slots[part]
-    held = torch.where((slots >= 0)[:, None], counts[slots.clamp(min=0).long()], 0)
+    held = torch.where((slots >= 0)[:, None], counts[slots.clamp(min=0).long(), : values.shape[1]], 0)
     repetition = choices.repetition[part, None]
     scaled = torch.where(values > 0, values / repetition, values * repetition).clamp_(-LARGEST, LARGEST)
     values.copy_(torch.where(held > 0, scaled, values))

@@ -18,9 +18,10 @@ class Counts:
     A row's tokens are uploaded when it gets a slot; after that the device counts each id that it samples.
     """
 
-    def __init__(self, num_slots: int, num_ids: int, device: torch.device) -> None:
-        self.values = torch.empty((num_slots, num_ids), dtype=torch.int32, device=device)
-        """int32 `[slots, ids]`: twice the number of occurrences in the output, plus 1 if the id is in the prompt."""
+    def __init__(self, num_slots: int, num_ids: int, width: int, device: torch.device) -> None:
+        self._num_ids = num_ids
+        self.values = torch.empty((num_slots, width), dtype=torch.int32, device=device)
+        """int32 `[slots, width]`: twice the number of occurrences in the output, plus 1 if the id is in the prompt."""
         self._free = list(range(num_slots))[::-1]
         self._slots: dict[int, int] = {}
         """uid → slot; the row that was sampled longest ago comes first."""
@@ -58,15 +59,15 @@ class Counts:
 
     def _fill(self, rows: Seq[Row], needed: set[int], last: Tensor | None) -> None:
         """Count the tokens of these rows; the rows of `needed` keep their slots."""
-        num_ids = self.values.shape[1]
+        width = self.values.shape[1]
         cells, amounts = [], []
         for row in rows:
             if row.uid not in self._slots:
                 if not self._free:
                     self.forget(next(uid for uid in self._slots if uid not in needed))
                 self._slots[row.uid] = self._free.pop()
-            ids, found = _amounts(row, num_ids)
-            cells.append(ids + self._slots[row.uid] * num_ids)
+            ids, found = _amounts(row, self._num_ids)
+            cells.append(ids + self._slots[row.uid] * width)
             amounts.append(found)
         device = self.values.device
         slots = [self._slots[row.uid] for row in rows]
@@ -77,7 +78,7 @@ class Counts:
         if pending and last is not None:
             at, places = send(np.array(pending), device).unbind(1)
             added = last[places]
-            flat.scatter_add_(0, at * num_ids + added.clamp(min=0), 2 * (added >= 0).int())
+            flat.scatter_add_(0, at * width + added.clamp(min=0), 2 * (added >= 0).int())
 
 
 def _amounts(row: Row, num_ids: int) -> tuple[np.ndarray, np.ndarray]:

@@ -36,8 +36,9 @@ class DeviceSampler:
         """
         self.num_ids = num_ids
         self.device = torch.device(device)
-        self._counts = Counts(max_rows, num_ids, self.device)
-        self._scratch = torch.empty((max_rows, num_ids), dtype=torch.float32, device=self.device)
+        width = -(-num_ids // 16) * 16  # so that the kernels can load 64 bytes at a time
+        self._counts = Counts(max_rows, num_ids, width, self.device)
+        self._scratch = torch.empty((max_rows, width), dtype=torch.float32, device=self.device)
         self._fixed: dict[int, Fixed] = {}
         self._uids: tuple[int, ...] = ()
         self._table: Table | None = None
