@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -77,3 +78,60 @@ def test_preempted_requests_give_the_ids_of_the_cpus_runner(
     assert results(engine, asked) == want
     stats = engine.stats()
     assert (stats.preemptions_swap if swap else stats.preemptions_recompute) > 0
+
+
+@pytest.mark.parametrize("swap", [0, 1 << 22])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_in_flight_changes_no_id(
+    paths: dict[str, str], seed: int, swap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stops, forks, preemptions and cancels while the ids of the last step are not known to the host."""
+    monkeypatch.setitem(policy._RATES, "cpu", (1e12, 1e9))
+    chance = random.Random(seed)
+    asked = [
+        ask(
+            f"r{i}",
+            p,
+            chance.randrange(1, 25),
+            n=chance.choice([1, 3]),
+            temperature=chance.choice([0.0, 1]),
+            seed=i,
+        )
+        for i, p in enumerate(prompts(300, [chance.randrange(1, 40) for _ in range(9)], seed=seed))
+    ]
+    want = results(build(paths["llama"]), asked)
+    engine = build(paths["llama"], blocks=24, swap=swap, overlap=True, max_num_seqs=5)
+    runner = on_device(engine)
+    expect_short_outputs(engine)
+    assert results(engine, asked) == want
+    stats = engine.stats()
+    assert (stats.preemptions_swap if swap else stats.preemptions_recompute) > 0
+    assert len(runner.places) == 0
+
+
+def test_a_launch_that_raises_leaves_tables_that_the_next_launch_repairs(
+    paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [ask(f"r{i}", p, 12) for i, p in enumerate(prompts(300, [9, 30, 6], seed=5))]
+    want = results(build(paths["llama"]), asked)
+    engine = build(paths["llama"], overlap=True)
+    runner = on_device(engine)
+    send, calls = runner.staging.send, iter(range(1000))
+
+    def fails(*args: Any) -> Any:
+        if next(calls) % 3 == 1:
+            raise RuntimeError("no upload")
+        return send(*args)
+
+    monkeypatch.setattr(runner.staging, "send", fails)
+    assert results(engine, asked) == want
+
+
+def test_more_changed_table_entries_than_fit_into_a_step_go_up_apart(
+    paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.device_runner._CHANGES", 3)
+    want = results(build(paths["llama"]), crowd())
+    engine = build(paths["llama"])
+    on_device(engine)
+    assert results(engine, crowd()) == want
