@@ -52,18 +52,21 @@ RUN --mount=type=cache,target=/root/.cache/pip python -m pip install -c constrai
 COPY --from=wheel /wheels/ /wheels/
 RUN python -m pip install --no-deps /wheels/tokenmill-*.whl
 
-# An empty TORCH_INDEX means PyPI, whose Linux wheels bring CUDA's libraries along. FLASH_ATTN: URL or path of a wheel of flash-attn.
+# An empty TORCH_INDEX means PyPI, whose Linux wheels bring CUDA's libraries and their version of Triton along. FLASH_ATTN: URL or path of a
+# wheel of flash-attn, which is optional: attention runs in Triton.
 FROM worker-build AS cuda-build
 ARG TORCH_INDEX=
 RUN --mount=type=cache,target=/root/.cache/pip python -m pip install -c constraints.txt ${TORCH_INDEX:+--no-deps --index-url "$TORCH_INDEX"} torch \
     && python -m pip install -c constraints.txt torch
+RUN python requirements.py gpu > gpu.txt
+RUN --mount=type=cache,target=/root/.cache/pip python -m pip install -c constraints.txt -r gpu.txt
 ARG FLASH_ATTN=
 RUN --mount=type=cache,target=/root/.cache/pip [ -z "$FLASH_ATTN" ] || python -m pip install -c constraints.txt "$FLASH_ATTN"
 COPY --from=wheel /wheels/ /wheels/
 RUN python -m pip install --no-deps /wheels/tokenmill-*.whl
 
 
-# ── what runs: no compiler, no root, nothing written outside /cache and /tmp ───────────────────────────────────────────
+# ── what runs: no compiler but Triton's, no root, nothing written outside /cache and /tmp ──────────────────────────────
 
 FROM python:${PYTHON} AS runtime
 RUN useradd --system --uid 10001 --home-dir /nonexistent --shell /usr/sbin/nologin tokenmill \
@@ -85,7 +88,11 @@ USER 10001
 HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --retries=3 CMD ["python", "-m", "worker.ops.probe"]
 CMD ["tokenmill", "worker"]
 
+# Triton compiles a launcher in C when it first runs: with gcc, libc's headers, and Python.h of this image.
 FROM worker-runtime AS worker-cuda
+USER root
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+USER 10001
 COPY --from=cuda-build /opt/tokenmill/ /opt/tokenmill/
 
 FROM worker-runtime AS worker

@@ -9,7 +9,8 @@ from engine.checks.steps import check_graphs, check_overlap
 from engine.config import EngineConfig
 from engine.device_runner import DeviceRunner
 from engine.engine import Engine
-from engine.models.loading import LoadedModel
+from engine.models.invariance import shows_invariance
+from engine.models.loading import LoadedModel, LoadError
 from engine.profile import warm_up
 from engine.selfcheck import SelfCheck, attempt
 
@@ -39,9 +40,11 @@ def prepare(
         Whether steps may overlap: `config.overlap`, unless the check failed.
 
     Raises:
+        engine.models.loading.LoadError: the operator wants batch invariance, and the products don't show it.
         engine.selfcheck.GpuFails: the device was lost.
     """
     token_bytes = loaded.tokenizer.token_bytes
+    _show_invariance(runner, loaded)
     warm_up(runner, config, config.num_blocks * config.block_size, token_bytes)
     if graphs:
         _capture(runner, config, loaded, checks)
@@ -57,6 +60,22 @@ def prepare(
             checks.replace("overlap", wrong, "one step after the other")
     checks.finish()
     return serving.overlap
+
+
+def _show_invariance(runner: DeviceRunner, loaded: LoadedModel) -> None:
+    """Set `LoadedModel.batch_invariant`: only where it was requested, and test runs of products and norms show it.
+
+    The attention has shown it in its own check.
+    """
+    loaded.batch_invariant = False
+    if not loaded.precision.batch_invariant:
+        return
+    if not shows_invariance(runner.model):
+        raise LoadError(
+            "--batch-invariant: products or norms give a row other bits in other batches on this GPU: "
+            "leave the option out, or try another version of Triton"
+        )
+    loaded.batch_invariant = True
 
 
 def _capture(runner: DeviceRunner, config: EngineConfig, loaded: LoadedModel, checks: SelfCheck) -> None:

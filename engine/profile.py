@@ -72,17 +72,11 @@ def warm_up(runner: Runner, config: EngineConfig, kv_tokens: int, token_bytes: T
     """Run the largest steps and small ones with each kind of sampling, so that no kernel is compiled while jobs run."""
     run_largest(runner, config, kv_tokens, token_bytes)
     plain = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
-    kinds = (
-        plain,
-        dataclasses.replace(plain, temperature=1.0),
-        dataclasses.replace(plain, temperature=1.0, top_p=0.9, top_k=20),
-        dataclasses.replace(plain, logprobs=0, prompt_logprobs=0),
-        dataclasses.replace(plain, logprobs=2, logit_bias=((0, 1.0),)),
-    )
+    drawn = dataclasses.replace(plain, temperature=1.0)
+    informed = dataclasses.replace(plain, logprobs=0, prompt_logprobs=0)
     rows = min(5, config.max_num_batched_tokens, config.capacity)
-    for params in kinds:
-        for count in dict.fromkeys((rows, 1)):
-            run(runner, Plan((piece(rows, count, config.block_size, token_bytes, params),)))
+    for params, count in ((plain, rows), (plain, 1), (drawn, 1), (informed, rows)):
+        run(runner, Plan((piece(rows, count, config.block_size, token_bytes, params),)))
 
 
 def piece(length: int, rows: int, block_size: int, token_bytes: TokenBytes, params: SamplingParams = _PARAMS) -> Slice:

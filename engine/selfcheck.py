@@ -14,8 +14,10 @@ from functools import partial
 import structlog
 import torch
 
-from engine.checks.attention import check_attention, check_write
+from engine.checks.attention import check_attention, check_invariance, check_write
 from engine.checks.operations import check_gates, check_norms
+from engine.checks.products import check_experts, check_products
+from engine.checks.sampling import check_sampler
 from engine.checks.usage import Usage
 from engine.models.loading import LoadedModel
 from kernels import triton
@@ -103,12 +105,19 @@ class SelfCheck:
         raise GpuFails(f"no attention backend computes what it should: {'; '.join(reasons)}")
 
     def operations(self, usage: Usage) -> None:
-        """Check the operations between the matrix products.
+        """Check the operations around the attention that the model uses.
 
         Raises:
             GpuFails: one is wrong in torch as well.
         """
-        for group, check in (("norm", check_norms), ("gate", check_gates)):
+        checks = [("norm", check_norms), ("gate", check_gates), ("sampler", check_sampler)]
+        if usage.precision.quantize is not None:
+            checks.append(("quantize", check_products))
+        if usage.precision.batch_invariant and usage.hidden_size:
+            checks.append(("matmul", check_products))
+        if usage.experts is not None:
+            checks.append(("moe", check_experts))
+        for group, check in checks:
             self.group(group, partial(check, usage))
 
     def group(self, name: str, check: Check) -> None:
@@ -138,6 +147,10 @@ class SelfCheck:
         wrong = attempt("attention", partial(check_attention, usage, small))
         if wrong is not None:
             return wrong
+        if self._spec.batch_invariant:
+            wrong = attempt("attention", partial(check_invariance, usage, small))
+            if wrong is not None:
+                return wrong
         check = partial(check_write, usage, small)
         if backend.name == "triton":
             self.group("write", check)

@@ -6,13 +6,14 @@ import ctypes
 import gc
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
 
+from engine.compile_cache import set_folder, warn_of_late_compiles
 from engine.memory import resident_bytes
 from engine.models.demo import DEMO_MODEL, demo_file
 from worker.jobs.translate import ModelLike, Translator
@@ -40,6 +41,10 @@ class Loaded:
     translator: Translator
     facts: Mapping[str, str | int] = field(default_factory=dict)
     """Fields about the model that `worker_ready` and `tokenmill info` show."""
+    fallbacks: Mapping[str, str] = field(default_factory=dict)
+    """Part of a GPU's kernels → why it is not in use; for the metrics."""
+    on_ready: Callable[[], None] = lambda: None
+    """Called when the engine has passed its own check, right before it serves."""
 
 
 def settle_heap() -> None:
@@ -105,12 +110,13 @@ def load(settings: Settings) -> Loaded:
         quantize=settings.quantize,
     )
     calm_threads()
+    set_folder()
     engine, model = _build(settings)
     from engine.models.chat import ChatError
 
     model.tokenizer.special_tokens_in_messages = settings.special_tokens_in_messages
     _trim()
-    facts = _backend(model.implementation, model.implementation_reason) | _memory(engine.runner)
+    facts = _backend(model.implementation, model.implementation_reason) | model.serving.facts() | _memory(engine.runner)
     log.info(
         "model_loaded",
         model=model.name,
@@ -119,7 +125,9 @@ def load(settings: Settings) -> Loaded:
         dtype=str(model.dtype).removeprefix("torch."),
         seconds=round(time.monotonic() - began, 1),
     )
-    return Loaded(engine, model, Translator(settings, engine, model, ChatError), facts)
+    translator = Translator(settings, engine, model, ChatError)
+    on_ready = warn_of_late_compiles if model.device.type == "cuda" else lambda: None
+    return Loaded(engine, model, translator, facts, model.serving.fallbacks, on_ready)
 
 
 def _build(settings: Settings) -> tuple[Engine, LoadedModel]:

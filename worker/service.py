@@ -136,12 +136,12 @@ class Worker:
 
     def _engine(self) -> None:
         """Load the model, then step; the engine's thread."""
-        self._loaded = self._loader(self.settings)
-        self._loop = loop = EngineLoop(
-            self._loaded.engine, self._stops.engine, self._inbox, self.outbox, self.telemetry
-        )
+        self._loaded = loaded = self._loader(self.settings)
+        self._loop = loop = EngineLoop(loaded.engine, self._stops.engine, self._inbox, self.outbox, self.telemetry)
         self.telemetry.live.engine = lambda: loop.stats
+        self.telemetry.live.fallbacks = lambda: loaded.fallbacks
         loop.check()  # a machine that cannot compute must take no job
+        loaded.on_ready()
         self.mailbox.put(Ready())
         loop.run()
 

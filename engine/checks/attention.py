@@ -76,6 +76,25 @@ def check_write(usage: Usage, backend: AttentionBackend) -> str | None:
     return None
 
 
+def check_invariance(usage: Usage, backend: AttentionBackend) -> str | None:
+    """Return which row has other bits alone or in a chunk than in a batch, or None; see `check_attention`."""
+    case = _case(usage, _PIECES, backend.spec.block_size)
+    device = usage.device
+    backend.bind(_poisoned(case.blocks, backend.block_bytes, device))
+    backend.write(0, case.keys.to(device), case.values.to(device), _batch_on(case.prefill, device))
+    options = {"scale": usage.scale, "window": usage.windows[0], "softcap": usage.softcap}
+    queries, whole = case.queries.to(device), case.batch
+    together = backend.attend(0, queries, _batch_on(whole, device), **options)  # type: ignore[arg-type]
+    for s, (context, count) in enumerate(_PIECES):
+        for start, end in dict.fromkeys(((0, count), (0, max(1, count // 2)), (count // 2, count))):
+            part = _batch([whole.block_tables[s]], (context - count + end,), (end - start,), backend.spec.block_size)
+            rows = slice(whole.cu_seqlens[s] + start, whole.cu_seqlens[s] + end)
+            alone = backend.attend(0, queries[rows], _batch_on(part, device), **options)  # type: ignore[arg-type]
+            if not torch.equal(alone.cpu(), together[rows].cpu()):
+                return f"rows {start} to {end} of a sequence of {context} tokens have other bits alone"
+    return None
+
+
 def _check_window(usage: Usage, backend: AttentionBackend, window: int | None) -> str | None:
     pieces = _PIECES if window is None or window <= _SMALL_WINDOW else ((window + 40, 1), (window + 40, 20))
     case = _case(usage, pieces, backend.spec.block_size)

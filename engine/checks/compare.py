@@ -30,7 +30,7 @@ def limit(dtype: torch.dtype, roundings: float) -> float:
     return max(_LEAST, roundings * torch.finfo(dtype).eps)
 
 
-def differs(what: str, got: Tensor, want: Tensor, roundings: float) -> str | None:
+def differs(what: str, got: Tensor, want: Tensor, roundings: float, noise: float = 0.0) -> str | None:
     """Return how far `got` is from the exact values, as a message, if it is too far; else None.
 
     Args:
@@ -38,12 +38,13 @@ def differs(what: str, got: Tensor, want: Tensor, roundings: float) -> str | Non
         got: `[rows, …]`, rounded to its dtype.
         want: the exact values.
         roundings: number of roundings to the dtype that are expected, at most.
+        noise: further relative error that is expected.
     """
     if got.shape != want.shape:
         return f"{what}: shape {tuple(got.shape)} instead of {tuple(want.shape)}"
     if not got.numel():
         return None
-    error, allowed = worst_error(got, want), limit(got.dtype, roundings)
+    error, allowed = worst_error(got, want), limit(got.dtype, roundings) + noise
     if error <= allowed:
         return None
     return f"{what}: relative error {error:.2g}, allowed is {allowed:.2g}"

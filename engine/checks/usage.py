@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.models.config import ExpertsConfig
 from engine.models.loading import LoadedModel
 from kernels.attention.base import CacheSpec
+from kernels.linear import PLAIN, Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,8 @@ class Usage:
     logit_softcap: float | None = None
     vocab_size: int = 0
     num_ids: int = 0
+    precision: Precision = PLAIN
+    experts: ExpertsConfig | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,4 +79,6 @@ class Usage:
             logit_softcap=config.logit_softcap,
             vocab_size=config.vocab_size,
             num_ids=loaded.tokenizer.size,
+            precision=loaded.precision,
+            experts=config.experts,
         )

@@ -144,7 +144,7 @@ def _library() -> Any:
         found = importlib.import_module("flash_attn")
     except (ImportError, OSError) as error:
         raise ValueError(
-            f"the flash backend needs flash-attn (in a clone of tokenmill, pip install '.[gpu]'): {error}"
+            f"the flash backend needs flash-attn (in a clone of tokenmill, pip install '.[flash]'): {error}"
         ) from error
     if not all(hasattr(found, name) for name in _FUNCTIONS):
         raise ValueError("the flash backend needs flash-attn 2.8; another version is installed")

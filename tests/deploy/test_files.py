@@ -101,7 +101,7 @@ def test_a_worker_is_given_more_time_than_its_drain() -> None:
             {
                 field: given[f"TOKENMILL_{field.upper()}"]
                 for field in Settings.model_fields
-                if f"TOKENMILL_{field.upper()}" in given
+                if given.get(f"TOKENMILL_{field.upper()}")  # an empty variable counts as unset
             }
         )
         assert seconds(SERVICES[name]["stop_grace_period"]) > settings.drain_seconds + 5
@@ -120,6 +120,23 @@ def test_the_gpu_profile_reserves_one_device_and_is_off_by_default() -> None:
     (device,) = service["deploy"]["resources"]["reservations"]["devices"]
     assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", 1, ["gpu"])
     assert service["environment"]["TOKENMILL_REDIS"] == SERVICES["worker"]["environment"]["TOKENMILL_REDIS"]
+
+
+def test_the_image_for_gpus_has_the_compiler_that_triton_calls_and_keeps_kernels_on_a_volume() -> None:
+    installed = next(rest for word, rest in STAGES["worker-cuda"].steps if word == "RUN")
+    assert {"gcc", "libc6-dev"} <= set(installed.split()), "a C compiler, and the headers that Python.h includes"
+    assert "-slim" in STAGES["runtime"].base or "PYTHON" in STAGES["runtime"].base, "the base image has Python.h"
+    (cache,) = re.findall(r"TRITON_CACHE_DIR=(\S+)", (ROOT / "Dockerfile").read_text())
+    folders = [volume.split(":")[1] for volume in SERVICES["worker-gpu"]["volumes"] if volume.startswith("cache:")]
+    assert any(cache.startswith(folder + "/") for folder in folders)
+    assert any(rest.endswith("-r gpu.txt") for word, rest in STAGES["cuda-build"].steps if word == "RUN"), "Triton"
+
+
+def test_the_kv_pool_of_a_gpu_is_not_limited_to_that_of_a_cpu() -> None:
+    given = SERVICES["worker-gpu"]["environment"]
+    assert given["TOKENMILL_KV_CACHE_MEMORY"] == ""
+    assert float(given["TOKENMILL_GPU_MEMORY_UTILIZATION"]) == 0.9
+    assert SERVICES["worker"]["environment"]["TOKENMILL_KV_CACHE_MEMORY"] == "2GiB"
 
 
 def test_commands_and_checks_of_the_images_are_in_exec_form() -> None:

@@ -166,7 +166,7 @@ def test_without_flash_attn_the_error_says_what_to_install(monkeypatch: pytest.M
         get_backend("flash", spec)
     monkeypatch.setattr(FlashBackend, "device_types", None)
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    with pytest.raises(ValueError, match=r"pip install '\.\[gpu\]'"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[flash\]'"):
         get_backend("flash", spec)
     monkeypatch.setitem(sys.modules, "flash_attn", object())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"flash-attn 2\.8"):

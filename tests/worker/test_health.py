@@ -71,10 +71,12 @@ def test_every_series_exists_at_zero_and_no_job_can_choose_a_label() -> None:
     for name in ("step_seconds", "inter_token_latency_seconds", "cancel_latency_seconds"):
         assert seen[f"{name}_count"] == 0
     assert math.isnan(seen['queue_depth{lane="high"}'])
+    for part in ("attention", "norm", "sampler", "graphs", "overlap"):
+        assert seen[f'kernel_fallbacks{{kernel="{part}"}}'] == 0
     labels = {
         part.split("=")[0].strip('{"') for name in seen if "{" in name for part in name[name.index("{") :].split(",")
     }
-    assert labels == {"status", "code", "kind", "lane", "le", "state", "doing", "thread"}
+    assert labels == {"status", "code", "kind", "lane", "le", "state", "doing", "thread", "kernel"}
 
 
 def test_gauges_are_computed_at_each_scrape() -> None:
@@ -152,6 +154,13 @@ def test_a_host_of_another_machine_is_reported_as_a_wrong_option(host: str) -> N
     with pytest.raises(Fatal, match=r"^--http-host, --http-port: cannot listen on [^\n]+:0: [^\n\[]+$") as error:
         Health(0, lambda: None, lambda: b"", host)
     assert error.value.status is Exit.USAGE
+
+
+def test_a_replaced_part_of_a_gpu_is_seen_in_the_metrics() -> None:
+    telemetry = Telemetry()
+    telemetry.live.fallbacks = lambda: {"attention": "triton: it does not compile"}
+    seen = numbers(telemetry.text().decode())
+    assert (seen['kernel_fallbacks{kernel="attention"}'], seen['kernel_fallbacks{kernel="graphs"}']) == (1, 0)
 
 
 def test_a_job_that_waits_for_hours_is_within_the_histograms_bounds() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import structlog
@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from engine.outputs import EngineStats
+from engine.serving import PARTS
 from tokenmill.protocol.errors import ErrorCode
 from tokenmill.protocol.keys import LANES
 from tokenmill.protocol.result import Result, Status
@@ -78,6 +79,7 @@ class Live:
         self.redis_up: Callable[[], bool] = lambda: False
         self.held: Callable[[], int] = lambda: 0
         self.redis_errors: Callable[[], dict[str, int]] = dict
+        self.fallbacks: Callable[[], Mapping[str, str]] = dict
 
 
 class Telemetry:
@@ -152,6 +154,7 @@ class _Scrape(Collector):
         yield _gauge("jobs_held", "Jobs that this worker has read and not ended.", live.held())
         yield _gauge("publish_backlog", "Outputs of the engine that are not in Redis yet.", live.backlog())
         yield from self._redis()
+        yield _fallbacks(live.fallbacks())
         cpu = CounterMetricFamily(
             PREFIX + "thread_cpu_seconds",
             "CPU time of the worker's threads; `other` are mostly OpenMP's.",
@@ -194,6 +197,14 @@ class _Scrape(Collector):
             (telemetry.cancel_latency, "cancel_latency", "Time from seeing a cancel key to the end of its job."),
         ):
             yield tally.family(f"{PREFIX}{name}_seconds", text)
+
+
+def _fallbacks(found: Mapping[str, str]) -> GaugeMetricFamily:
+    text = "1 if this part of a GPU's kernels failed its check and was replaced, so that steps are slower, else 0."
+    family = GaugeMetricFamily(PREFIX + "kernel_fallbacks", text, labels=["kernel"])
+    for part in PARTS:
+        family.add_metric([part], int(part in found))
+    return family
 
 
 def _engine(stats: EngineStats) -> Iterator[Metric]:
