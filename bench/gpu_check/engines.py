@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def _engine(setup: Setup, dtype: torch.dtype, **limits: Any) -> tuple[Engine, LoadedModel]:
-    model = models.random_model(SHAPES[setup.pick("135M", "tiny")], dtype, setup.device)
+    model = models.random_model(setup, setup.pick("135M", "tiny"), dtype)
     return models.build(setup, model, attention="triton", **limits)
 
 
@@ -54,7 +54,7 @@ def start(setup: Setup) -> Iterator[Line]:
 
 
 def _start(setup: Setup, dtype: torch.dtype) -> str:
-    engine, loaded = _engine(setup, dtype, max_num_seqs=setup.pick(128, 2))
+    engine, loaded = _engine(setup, dtype, max_num_seqs=setup.pick(128, 2), checked=True)
     fallbacks = loaded.serving.fallbacks
     if fallbacks:
         raise ValueError("; ".join(f"{part} fell back: {reason}" for part, reason in fallbacks.items()))
@@ -152,7 +152,7 @@ def crowd(setup: Setup) -> list[Request]:
     kinds = [*KINDS.items()] * repeats
     prompts = models.prompts(len(kinds), length)
     return [
-        models.greedy(f"{kind} {i}", prompts[i][: length - 7 * i % length], tokens - i % 3, **params)
+        models.greedy(f"{kind} {i}", prompts[i][: length - 7 * i % length], tokens + i % 3, **params)
         for i, (kind, params) in enumerate(kinds)
     ]
 
@@ -217,15 +217,15 @@ def _memory(setup: Setup) -> Line:
         capture(self, *args)
         captured.append(torch.cuda.memory_reserved() - before)
 
-    shape = SHAPES[setup.pick("1B", "tiny")]
+    name = setup.pick("1B", "tiny")
     with mock.patch.object(Graphs, "capture", measured):
-        model = models.random_model(shape, setup.pick(torch.bfloat16, torch.float32), setup.device)
+        model = models.random_model(setup, name)
         engine, _ = models.build(setup, model, attention="triton", max_num_seqs=setup.pick(128, 3))
     pool: Tensor = engine.runner.pool  # type: ignore[attr-defined]
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     count, length = setup.pick((128, 500), (3, 9))
-    prompts = models.prompts(count, length, shape.vocab)
+    prompts = models.prompts(count, length, SHAPES[name].vocab)
     models.run(engine, [models.greedy(str(i), p, 4, **KINDS["filters"]) for i, p in enumerate(prompts)])
     peak = torch.cuda.max_memory_allocated() - before
     free, total = torch.cuda.mem_get_info()

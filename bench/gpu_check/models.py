@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
@@ -97,8 +96,8 @@ class Ids:
         return bytes([97 + token % 26])
 
 
-def random_model(shape: Shape, dtype: torch.dtype, device: str, **fields: Any) -> LoadedModel:
-    """Draw the weights of a model on the device."""
+def random_model(setup: Setup, name: str, dtype: torch.dtype | None = None) -> LoadedModel:
+    """Draw the weights of a model on the device; `dtype` None: bf16, or fp32 in the reduced form."""
     from engine.models.config import DecoderConfig
     from engine.models.decoder import Decoder
     from engine.models.generation import GenerationDefaults
@@ -106,6 +105,9 @@ def random_model(shape: Shape, dtype: torch.dtype, device: str, **fields: Any) -
     from engine.models.parameters import build_parameters
     from engine.models.rope import rotary_table
 
+    shape, device = SHAPES[name], setup.device
+    dtype = dtype or setup.pick(torch.bfloat16, torch.float32)
+    longest: int = setup.pick(MAX_MODEL_LEN, 64)
     config = DecoderConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
@@ -123,13 +125,13 @@ def random_model(shape: Shape, dtype: torch.dtype, device: str, **fields: Any) -
     tensors = RandomTensors(shape, dtype, device)
     parameters = build_parameters(config, _Tied(tensors) if shape.tied else tensors)
     frequencies = 5e5 ** (-torch.arange(0, shape.dim, 2).float() / shape.dim)
-    cos, sin = rotary_table(frequencies, 1.0, MAX_MODEL_LEN, shape.dim // 2)
+    cos, sin = rotary_table(frequencies, 1.0, longest, shape.dim // 2)
     tables = [(cos.to(device), sin.to(device))]
     return LoadedModel(
         name=f"random {shape.name}",
         dtype=dtype,
         device=torch.device(device),
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=longest,
         vocab_size=shape.vocab,
         num_parameters=tensors.num_parameters,
         tokenizer=cast(Any, Ids(shape.vocab)),
@@ -140,7 +142,6 @@ def random_model(shape: Shape, dtype: torch.dtype, device: str, **fields: Any) -
         cache_shape=(shape.layers, shape.kv_heads, shape.dim),
         num_heads=shape.heads,
         make=lambda backend: Decoder(config, parameters, tables, backend),
-        **fields,
     )
 
 
@@ -157,8 +158,23 @@ class _Tied(RandomTensors):
         return name == "model.embed_tokens.weight"
 
 
+_SLOW_CHECKS = (
+    "engine.selfcheck.SelfCheck.operations",
+    "engine.selfcheck.SelfCheck._check_attention",
+    "engine.prepare.check_graphs",
+    "engine.prepare.check_overlap",
+)
+"""Checks at start that take a minute where kernels are interpreted; the row `engines:start` runs them."""
+
+
 def build(
-    setup: Setup, model: LoadedModel | str, dtype: str = "auto", attention: str = "auto", **limits: Any
+    setup: Setup,
+    model: LoadedModel | str,
+    dtype: str = "auto",
+    attention: str = "auto",
+    *,
+    checked: bool = False,
+    **limits: Any,
 ) -> tuple[Engine, LoadedModel]:
     """Build an engine over a random model, or over a model in files.
 
@@ -167,6 +183,7 @@ def build(
         model: a model in memory, or what `--model` takes.
         dtype: dtype of a model in files.
         attention: name of the attention backend.
+        checked: whether the checks at start run in the reduced form, too.
         limits: fields of `EngineConfig`.
     """
     from engine.build import CacheOptions, build_engine
@@ -177,17 +194,12 @@ def build(
         path, device=cast(Any, setup.device), dtype=cast(Any, dtype), max_model_len=setup.pick(1024, 512)
     )
     cache = CacheOptions(memory_bytes=setup.pick(None, 4 << 20), attention=attention)
-    with contextmanager(_loaded)(model):
+    with contextlib.ExitStack() as stack:
+        if not isinstance(model, str):
+            stack.enter_context(mock.patch("engine.build.load_model", return_value=model))
+        for name in _SLOW_CHECKS if setup.reduced and not checked else ():
+            stack.enter_context(mock.patch(name, return_value=None))
         return build_engine(options, EngineConfig(block_size=0, **limits), cache)
-
-
-def _loaded(model: LoadedModel | str) -> Iterator[None]:
-    """Let `build_engine` take a model that is in memory already."""
-    if isinstance(model, str):
-        yield
-        return
-    with mock.patch("engine.build.load_model", return_value=model):
-        yield
 
 
 def prompts(count: int, length: int, vocab: int = 300) -> list[list[int]]:

@@ -54,7 +54,9 @@ def _compared(setup: Setup, path: str, reference: Any, dtype: str, prompts: list
     from tests.models.driver import Driver
     from tests.models.reference import near_ties
 
-    engine, loaded = models.build(setup, path, dtype, max_num_batched_tokens=200)
+    engine, loaded = models.build(
+        setup, path, dtype, max_num_batched_tokens=setup.pick(200, 64), max_num_seqs=len(prompts)
+    )
     driver = Driver(loaded, backend="reference", num_blocks=64)
     ours = driver.prefill(driver.add(prompts[0])).cpu()
     gap = max(1e-4, 2 * float((ours - reference.logits(prompts[0])).abs().max()))

@@ -49,10 +49,9 @@ def eight(setup: Setup) -> Iterator[Line]:
 def _steps(setup: Setup, shape: Shape, model: str | None = None) -> Iterator[Line]:
     copy = copy_bandwidth(setup)
     begun = time.perf_counter()
-    dtype = setup.pick(torch.bfloat16, torch.float32)
     batches = setup.pick((1, 8, 32, 128), (3,))
     engine, loaded = models.build(
-        setup, model or models.random_model(shape, dtype, setup.device), max_num_seqs=max(batches), attention="triton"
+        setup, model or models.random_model(setup, shape.name), max_num_seqs=max(batches), attention="triton"
     )
     detail = f"{loaded.num_parameters / 1e6:.0f} M parameters, ready after {time.perf_counter() - begun:.1f} s"
     yield Line(f"{shape.name} start", f"{detail}; {graphs_of(engine)}", "")
