@@ -45,6 +45,16 @@ def logits_of(entries: Entries) -> torch.Tensor:
     return torch.from_numpy((mixed >> np.uint64(54)).astype(np.float32) / 100)
 
 
+class Misused(BaseException):
+    """The engine asked for what a device cannot do. Not an `Exception`, for which the engine would blame a request."""
+
+
+def require(holds: bool, message: str) -> None:
+    """Raise `Misused` if the engine broke a rule of the runner."""
+    if not holds:
+        raise Misused(message)
+
+
 class Flight:
     """A step of the stub whose ids nothing but the device's `last` knows before `result`."""
 
@@ -86,7 +96,8 @@ class StubRunner:
 
     def landed(self, number: int) -> None:
         """Record that the result of a step was fetched, which must happen once and in the order of the launches."""
-        assert self._in_flight.pop(0) == number, "results are fetched in the order of the launches, once"
+        require(self._in_flight[:1] == [number], "results are fetched in the order of the launches, once")
+        del self._in_flight[0]
         self.events.append(f"result {number}")
 
     def move(self, plan: Plan) -> None:
@@ -118,15 +129,16 @@ class StubRunner:
         number = self._launched
         self._launched += 1
         self._in_flight.append(number)
-        assert len(self._in_flight) <= self.most_in_flight, "too many steps in flight"
+        require(len(self._in_flight) <= self.most_in_flight, "too many steps in flight")
         self.events.append(f"launch {number}")
         return Flight(self, number, sampled)
 
     def _known(self, seq: Sequence, end: int) -> list[int]:
         """Return the first `end` ids of a sequence as the device knows them: the pending id comes from `last`."""
-        assert seq.num_pending in (0, 1)
-        assert not seq.num_pending or seq.matcher is None, "the mask needs the id that is pending"
-        assert end <= seq.num_tokens, "a token that was never sampled"
+        require(seq.num_pending in (0, 1), "two ids of a sequence are pending")
+        require(not seq.num_pending or seq.matcher is None, "the mask needs the id that is pending")
+        require(end <= seq.num_tokens, "a token that was never sampled")
+        require(not seq.num_pending or seq.uid in self.last, "a pending id that no launched step sampled")
         ids = seq.tokens[:end]
         return [*ids, max(0, self.last[seq.uid])] if end > len(ids) else ids
 

@@ -285,9 +285,18 @@ def test_the_canary_runs_while_no_step_is_in_flight_and_loses_no_output() -> Non
 def test_a_request_that_raises_is_run_alone_with_no_step_in_flight() -> None:
     engine, runner = make_engine(overlap=True)
     runner.raises.add("r1")
+    launch, alone_beside = runner.launch, list[int]()
+
+    def watched(plan: Plan) -> Flight:
+        if engine._suspects:
+            alone_beside.append(len(runner._in_flight))
+        return launch(plan)
+
+    runner.launch = watched  # type: ignore[method-assign]
     requests = [request(f"r{i}", [i + 1] * 3, 6, ignore_eos=True) for i in range(3)]
     finished = run(engine, *requests)
     assert finished["r1"].fault is Fault.INTERNAL
+    assert set(alone_beside) == {0}
     for i in (0, 2):
         assert finished[f"r{i}"].choices == alone(requests[i]).choices
 

@@ -88,7 +88,8 @@ CASES = [
 
 @pytest.mark.parametrize(("overlap", "block"), CASES, indirect=["overlap"])
 def test_every_request_ends_with_the_text_it_has_alone_and_all_blocks_come_back(block: int) -> None:
-    """200 seeds with and without overlap, most are slow: pools from one that barely holds a sequence up, blocks of 1 to 32, 0 to many host slots."""
+    """200 seeds with and without overlap, most of them slow: pools from one that barely holds a sequence up, blocks of
+    1 to 32, 0 to many host slots."""
     for seed in range(10 * block, 10 * block + 10):
         chance = random.Random(seed)
         block_size = chance.choice([1, 2, 3, 4, 8, 16, 32])
