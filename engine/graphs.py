@@ -11,6 +11,7 @@ buffer of their own.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -114,6 +115,7 @@ class Graphs:
         recorded: a first launch may load or compile a kernel, or allocate a workspace, which a capture does not allow.
         """
         began = time.monotonic()
+        gc.collect()  # so that no graph or tensor of an earlier runner is freed within a capture
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         pool = torch.cuda.graph_pool_handle()
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -136,7 +138,8 @@ class Graphs:
             log.debug("graphs_not_captured", exc_info=True)
             self.disable(f"{type(cause).__name__}: {cause}")
             return
-        torch.cuda.current_stream(device).wait_stream(stream)
+        finally:
+            torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.empty_cache()  # what the unrecorded runs used belongs to the other stream
         self._graphs, self.reason = graphs, None
         log.info("graphs_captured", count=len(graphs), seconds=round(time.monotonic() - began, 1))

@@ -89,8 +89,9 @@ class TritonBackend(PlainBackend):
     def reserve(self, max_sequences: int, max_context: int) -> None:
         if self.spec.num_heads:
             tile, _ = self._tiles(self.spec.num_heads)
-            size = self._partial_bytes(max_sequences, -(-max_context // tile.segment), tile)
-            self._partial = torch.empty(min(size, _PARTIAL_BYTES) // 4, dtype=torch.float32, device=self.spec.device)
+            size = min(self._partial_bytes(max_sequences, -(-max_context // tile.segment), tile), _PARTIAL_BYTES)
+            if self._partial is None or self._partial.nbytes < size:
+                self._partial = torch.empty(size // 4, dtype=torch.float32, device=self.spec.device)
 
     def bound(self, rows: int, longest: int, max_context: int) -> int:
         tile, _ = self._tiles(self.spec.num_heads)

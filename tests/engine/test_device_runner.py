@@ -12,7 +12,7 @@ from engine.config import EngineConfig, ModelOptions
 from engine.engine import Engine
 from engine.request import Request
 from engine.scheduling import policy
-from tests.engine.devices import on_device
+from tests.engine.devices import device_engine
 from tests.engine.stub import expect_short_outputs
 from tests.engine.test_model import ask, finish, prompts
 from tests.models.tiny import FUSED, STOCK, build_case
@@ -26,11 +26,11 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(build_case(tmp_path_factory.mktemp(name), case)) for name, case in CASES.items()}
 
 
-def build(path: str, blocks: int = 96, swap: int = 0, backend: str = "auto", **config: Any) -> Engine:
+def build(path: str, backend: str = "auto") -> Engine:
     engine, _ = build_engine(
         ModelOptions(path, device="cpu", dtype="float32", backend=backend),
-        EngineConfig(**{"block_size": 4, "max_num_batched_tokens": 64, **config}),
-        CacheOptions(num_blocks=blocks, swap_bytes=swap, attention="reference"),
+        EngineConfig(block_size=4, max_num_batched_tokens=64),
+        CacheOptions(num_blocks=96, attention="reference"),
     )
     return engine
 
@@ -59,31 +59,29 @@ def results(engine: Engine, requests: list[Request]) -> dict[str, Any]:
 def test_mixed_batches_forks_and_logprobs_equal_those_of_the_cpus_runner(paths: dict[str, str], name: str) -> None:
     backend = "transformers" if name.endswith("forced") else "auto"
     want = results(build(paths[name], backend=backend), crowd())
-    engine = build(paths[name], backend=backend)
-    runner = on_device(engine)
+    engine, runner = device_engine(paths[name], "cpu", backend=backend)
     assert results(engine, crowd()) == want
     assert len(runner.places) == len(runner._rows) == 0
 
 
-@pytest.mark.parametrize("swap", [0, 1 << 22])
+@pytest.mark.parametrize("slots", [0, 40])
 def test_preempted_requests_give_the_ids_of_the_cpus_runner(
-    paths: dict[str, str], swap: int, monkeypatch: pytest.MonkeyPatch
+    paths: dict[str, str], slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(policy._RATES, "cpu", (1e12, 1e9))  # so that swapping pays for a model as small as this
     asked = [ask(f"r{i}", p, 30, n=1 + i % 2) for i, p in enumerate(prompts(300, [9, 14, 6, 11], seed=5))]
     want = results(build(paths["llama"]), asked)
-    engine = build(paths["llama"], blocks=20, swap=swap)
-    on_device(engine)
+    engine, _ = device_engine(paths["llama"], "cpu", num_blocks=20, slots=slots)
     expect_short_outputs(engine)
     assert results(engine, asked) == want
     stats = engine.stats()
-    assert (stats.preemptions_swap if swap else stats.preemptions_recompute) > 0
+    assert (stats.preemptions_swap if slots else stats.preemptions_recompute) > 0
 
 
-@pytest.mark.parametrize("swap", [0, 1 << 22])
+@pytest.mark.parametrize("slots", [0, 40])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_step_in_flight_changes_no_id(
-    paths: dict[str, str], seed: int, swap: int, monkeypatch: pytest.MonkeyPatch
+    paths: dict[str, str], seed: int, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stops, forks, preemptions and cancels while the ids of the last step are not known to the host."""
     monkeypatch.setitem(policy._RATES, "cpu", (1e12, 1e9))
@@ -100,12 +98,11 @@ def test_a_step_in_flight_changes_no_id(
         for i, p in enumerate(prompts(300, [chance.randrange(1, 40) for _ in range(9)], seed=seed))
     ]
     want = results(build(paths["llama"]), asked)
-    engine = build(paths["llama"], blocks=24, swap=swap, overlap=True, max_num_seqs=5)
-    runner = on_device(engine)
+    engine, runner = device_engine(paths["llama"], "cpu", num_blocks=24, slots=slots, overlap=True, max_num_seqs=5)
     expect_short_outputs(engine)
     assert results(engine, asked) == want
     stats = engine.stats()
-    assert (stats.preemptions_swap if swap else stats.preemptions_recompute) > 0
+    assert (stats.preemptions_swap if slots else stats.preemptions_recompute) > 0
     assert len(runner.places) == 0
 
 
@@ -114,12 +111,11 @@ def test_a_launch_that_raises_leaves_tables_that_the_next_launch_repairs(
 ) -> None:
     asked = [ask(f"r{i}", p, 12) for i, p in enumerate(prompts(300, [9, 30, 6], seed=5))]
     want = results(build(paths["llama"]), asked)
-    engine = build(paths["llama"], overlap=True)
-    runner = on_device(engine)
+    engine, runner = device_engine(paths["llama"], "cpu", overlap=True)
     send, calls = runner.staging.send, iter(range(1000))
 
     def fails(*args: Any) -> Any:
-        if next(calls) % 3 == 1:
+        if next(calls) in (3, 12):
             raise RuntimeError("no upload")
         return send(*args)
 
@@ -132,6 +128,5 @@ def test_more_changed_table_entries_than_fit_into_a_step_go_up_apart(
 ) -> None:
     monkeypatch.setattr("engine.device_runner._CHANGES", 3)
     want = results(build(paths["llama"]), crowd())
-    engine = build(paths["llama"])
-    on_device(engine)
+    engine, _ = device_engine(paths["llama"], "cpu")
     assert results(engine, crowd()) == want
