@@ -61,7 +61,7 @@ def _functions(gpu: Gpu, capability: tuple[int, int], name: str) -> dict[str, An
         "get_device_name": lambda device=None: name,
         "get_device_properties": lambda device=None: properties,
         "mem_get_info": lambda device=None: (memory.free(), memory.total),
-        "memory_allocated": lambda device=None: memory.allocated(),
+        "memory_allocated": lambda device=None: memory.live,
         "memory_reserved": lambda device=None: memory.reserved(),
         "max_memory_allocated": lambda device=None: memory.peak,
         "max_memory_reserved": lambda device=None: memory.peak_reserved,

@@ -6,11 +6,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.device_runner import DeviceRunner
 from engine.engine import Engine
 from engine.models.loading import LoadedModel
 from engine.outputs import Finished, TokenLogprobs
 from engine.request import Request
-from tests.engine.devices import on_device
 from tests.engine.stub import expect_idle
 from tests.engine.test_gpu import build
 from tests.pretend_gpu import Gpu
@@ -18,13 +18,17 @@ from tests.pretend_gpu import Gpu
 
 def engine_on_gpu(path: str, *, overlap: bool, graphs: bool, **config: Any) -> tuple[Engine, LoadedModel]:
     """Build an engine on the pretended GPU that torch sees."""
-    engine, loaded = build(path, "cuda", overlap=overlap, **{"max_num_seqs": 8, "max_num_batched_tokens": 64, **config})
-    assert engine.overlap == overlap
-    runner = on_device(engine)
-    if graphs:
-        runner.capture()
-        assert (runner.graphs.reason, runner.graphs.count) == (None, len(runner.graphs.sizes))
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **config}
+    engine, loaded = build(path, "cuda", overlap=overlap, graphs=graphs, **limits)
+    runner = runner_of(engine)
+    assert (engine.overlap, bool(runner.graphs.count)) == (overlap, graphs)
     return engine, loaded
+
+
+def runner_of(engine: Engine) -> DeviceRunner:
+    """Return the runner of an engine on a GPU."""
+    assert isinstance(engine.runner, DeviceRunner)
+    return engine.runner
 
 
 @dataclass
@@ -70,4 +74,7 @@ def play(engine: Engine, asked: list[Request], gpu: Gpu | None = None) -> Played
 
 def expect_one_event_a_step(played: Played) -> None:
     """Check that the host waited for one event in each step that sampled, and for nothing else."""
-    assert set(map(tuple, played.waits)) <= {(), ("event",)}, Counter(map(tuple, played.waits))
+    assert set(map(tuple, played.waits)) <= {(), ("event",)}, (
+        [*played.finished],
+        Counter(map(tuple, played.waits)),
+    )

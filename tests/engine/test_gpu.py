@@ -57,12 +57,18 @@ def paths(tmp_path: Path) -> Any:
 
 
 def build(
-    path: str, device: str, dtype: str = "float32", blocks: int | None = 64, swap: int = 0, **config: Any
+    path: str,
+    device: str,
+    dtype: str = "float32",
+    blocks: int | None = 64,
+    swap: int = 0,
+    graphs: bool = True,
+    **config: Any,
 ) -> tuple[Engine, LoadedModel]:
     return build_engine(
         ModelOptions(path, device=device, dtype=dtype, backend=config.pop("backend", "auto")),
         EngineConfig(**{"block_size": 0, "max_num_batched_tokens": 64, **config}),
-        CacheOptions(num_blocks=blocks, swap_bytes=swap),
+        CacheOptions(num_blocks=blocks, swap_bytes=swap, cuda_graphs=graphs),
     )
 
 

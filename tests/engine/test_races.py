@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from engine.device_runner import DeviceRunner
 from engine.engine import Engine
 from engine.models.loading import LoadedModel
 from engine.outputs import EngineBroken, Finished, Outcome
@@ -20,7 +19,7 @@ from engine.request import Request
 from engine.scheduling import policy
 from engine.staging import Staging
 from kernels.device import Download
-from tests.engine.gpus import engine_on_gpu, play
+from tests.engine.gpus import engine_on_gpu, play, runner_of
 from tests.engine.kinds import KINDS, requests
 from tests.engine.stub import expect_idle, expect_short_outputs, preempt
 from tests.engine.test_gpu import build
@@ -32,11 +31,6 @@ from tests.pretend_gpu import pretend_gpu
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(build_case(tmp_path_factory.mktemp("llama"), Case("llama", "llama", {"num_hidden_layers": 2})))
-
-
-def runner_of(engine: Engine) -> DeviceRunner:
-    assert isinstance(engine.runner, DeviceRunner)
-    return engine.runner
 
 
 def live(engine: Engine) -> list[str]:

@@ -15,9 +15,6 @@ from tests.engine.test_model import ask, prompts
 from tests.models.tiny import Case, build_case
 from tests.pretend_gpu import pretend_gpu
 
-MODES = [(False, False), (True, True)]
-"""Overlap, graphs."""
-
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -25,18 +22,18 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {case.name: str(build_case(tmp_path_factory.mktemp(case.name), case)) for case in cases}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_request_waits_for_one_event_a_step(paths: dict[str, str], kind: str) -> None:
+@pytest.mark.parametrize(("overlap", "graphs"), [(False, False), (True, True)], ids=["plain", "overlap, graphs"])
+def test_each_kind_of_request_waits_for_one_event_a_step(paths: dict[str, str], overlap: bool, graphs: bool) -> None:
     engine, loaded = build(paths["llama"], "cpu")
-    want = play(engine, requests(kind, loaded))
-    for overlap, graphs in MODES:
-        with pretend_gpu(stand_ins=True) as gpu:
-            engine, loaded = engine_on_gpu(paths["llama"], overlap=overlap, graphs=graphs)
+    want = {kind: play(engine, requests(kind, loaded)) for kind in KINDS}
+    with pretend_gpu(stand_ins=True) as gpu:
+        engine, loaded = engine_on_gpu(paths["llama"], overlap=overlap, graphs=graphs)
+        for kind in KINDS:
             got = play(engine, requests(kind, loaded), gpu)
-        expect_one_event_a_step(got)
-        assert bool(got.replays) == graphs
-        assert got.ids == want.ids
-        assert got.logprobs == pytest.approx(want.logprobs, abs=1e-4)
+            expect_one_event_a_step(got)
+            assert bool(got.replays) == graphs, kind
+            assert got.ids == want[kind].ids, kind
+            assert got.logprobs == pytest.approx(want[kind].logprobs, abs=1e-4), kind
 
 
 def everything(loaded: LoadedModel) -> list[Request]:

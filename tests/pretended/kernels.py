@@ -5,14 +5,21 @@ Each takes the arguments of the kernel of its name, by name, and writes what the
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kernels import ops_reference as reference
+from kernels import sampling_reference as reference_sampler
+from kernels.sampling_reference import Choices
+from tests.pretended.tensor import GpuTensor
+
+if TYPE_CHECKING:
+    from tests.pretended.gpu import Gpu
 
 
 def write(
@@ -122,5 +129,64 @@ STAND_INS: dict[str, Callable[..., None]] = {
     "_softcap": softcap,
 }
 """Name of a kernel → what plays it."""
-GROUPS = ("attention", "write", "norm", "gate")
+GROUPS = ("attention", "write", "norm", "gate", "sampler")
 """Groups of `kernels.triton` that are played; the others are disabled."""
+
+
+class SamplerOf:
+    """Plays `kernels.triton.sampler`: each function is one kernel, computed by the reference."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+
+    def highest(self, logits: Tensor, num_ids: int) -> Tensor:
+        """Play `highest`."""
+        return self._launched("highest", reference_sampler.highest, logits, num_ids, ids=logits.shape[0])[0]
+
+    def sample(
+        self, logits: Tensor, choices: Choices, num_ids: int, counts: Tensor, last: Tensor | None, scratch: Tensor
+    ) -> Tensor:
+        """Play `sample`."""
+        args = (logits, choices, num_ids, counts, last, scratch)
+        return self._launched("sample", reference_sampler.sample, *args, ids=logits.shape[0])[0]
+
+    def logprobs(
+        self, logits: Tensor, rows: Tensor, tokens: Tensor, ids: Tensor, num_ids: int, top: int
+    ) -> tuple[Tensor, ...]:
+        """Play `logprobs`."""
+        args = (logits, rows, tokens, ids, num_ids, top)
+        return self._launched("logprobs", reference_sampler.logprobs, *args, top=(rows.shape[0], top))
+
+    def _launched(
+        self,
+        name: str,
+        compute: Callable[..., Any],
+        *args: Any,
+        ids: int | None = None,
+        top: tuple[int, int] | None = None,
+    ) -> tuple[Tensor, ...]:
+        device = args[0].device
+        shapes: list[tuple[tuple[int, ...], torch.dtype]] = [((ids or 0,), torch.int32)]
+        if top is not None:
+            shapes = [(top[:1], torch.float32), (top, torch.int32), (top, torch.float32)]
+        out = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
+        tensors, raw = [], []
+        for arg in args:
+            parts = vars_of(arg) if isinstance(arg, Choices) else {"": arg}
+            tensors += [x for x in parts.values() if isinstance(x, Tensor)]
+            plain = {key: x.raw if isinstance(x, GpuTensor) else x for key, x in parts.items()}
+            raw.append(dataclasses.replace(arg, **plain) if isinstance(arg, Choices) else plain[""])
+        assert all(isinstance(x, GpuTensor) for x in tensors), f"{name} gets a tensor of the host"
+
+        def run() -> None:
+            made = compute(*raw)
+            for target, value in zip(out, made if isinstance(made, tuple) else (made,), strict=True):
+                target.raw.copy_(value)  # type: ignore[attr-defined]
+
+        self._gpu.launch(name, run, tensors, [*out])  # type: ignore[arg-type,list-item]
+        return out
+
+
+def vars_of(choices: Choices) -> dict[str, Any]:
+    """Return the fields of parameters."""
+    return {field.name: getattr(choices, field.name) for field in dataclasses.fields(choices)}

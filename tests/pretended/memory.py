@@ -44,20 +44,24 @@ class Share:
         """
         size = -(-nbytes // _GRAIN) * _GRAIN
         more = self.live + size - self.reserved
-        if more > self.memory.free():
+        if more > 0 and more > self.memory.free():
             self.memory.empty_cache()
             more = self.live + size - self.reserved
-        if more > self.memory.free():
+        if more > 0 and more > self.memory.free():
             free = self.memory.free()
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes; {free} are free.")
         self.live += size
-        self.reserved = max(self.reserved, self.live)
-        self.memory.changed()
+        self.memory.live += size
+        self.memory.peak = max(self.memory.peak, self.memory.live)
+        if more > 0:
+            self.reserved += more
+            self.memory.peak_reserved = max(self.memory.peak_reserved, self.memory.reserved())
         return Block(self, size, shape)
 
     def free(self, size: int) -> None:
         """Count bytes as free; they stay reserved."""
         self.live -= size
+        self.memory.live -= size
 
     def drop_graph(self) -> None:
         """Return the reserved memory of a pool when its last graph is deleted."""
@@ -78,16 +82,14 @@ class Memory:
         self.others = others
         self.general = Share(self)
         self.pools: dict[object, Share] = {}
+        self.live = 0
+        """Bytes of live tensors."""
         self.peak = 0
         self.peak_reserved = 0
 
     def pool(self, handle: object) -> Share:
         """Return the pool of a handle."""
         return self.pools.setdefault(handle, Share(self))
-
-    def allocated(self) -> int:
-        """Return the bytes of live tensors."""
-        return self.general.live + sum(pool.live for pool in self.pools.values())
 
     def reserved(self) -> int:
         """Return the bytes that are taken from the device."""
@@ -97,14 +99,9 @@ class Memory:
         """Return the bytes that the device has left."""
         return self.total - self.others - self.reserved()
 
-    def changed(self) -> None:
-        """Update the peaks."""
-        self.peak = max(self.peak, self.allocated())
-        self.peak_reserved = max(self.peak_reserved, self.reserved())
-
     def reset_peak(self) -> None:
         """Count the peaks from now on."""
-        self.peak, self.peak_reserved = self.allocated(), self.reserved()
+        self.peak, self.peak_reserved = self.live, self.reserved()
 
     def empty_cache(self) -> None:
         """Give back what no tensor holds; pools of live graphs keep theirs."""

@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from kernels import triton
-from tests.pretended.kernels import GROUPS, STAND_INS
+from kernels import sampling, triton
+from tests.pretended.kernels import GROUPS, STAND_INS, SamplerOf
 from tests.pretended.tensor import GpuTensor
 
 if TYPE_CHECKING:
@@ -43,6 +43,10 @@ def triton_on(gpu: Gpu, *, stand_ins: bool) -> Iterator[None]:
             from triton.runtime.jit import JITFunction
 
             stack.enter_context(mock.patch.object(JITFunction, "run", _launcher(gpu, _stand_in)))
+            sampler: Any = SamplerOf(gpu)
+            real = sampling._operations
+            chosen = lambda logits: sampler if isinstance(logits, GpuTensor) else real(logits)  # noqa: E731
+            stack.enter_context(mock.patch("kernels.sampling._operations", chosen))
             others = {name: "it has no stand-in" for name in triton.NAMES if name not in GROUPS}
             stack.enter_context(mock.patch.dict("kernels.triton._disabled", others))
         else:
