@@ -197,7 +197,7 @@ def build(
     from engine.device_memory import DoesNotFit
 
     path = model if isinstance(model, str) else model.name
-    limits.setdefault("max_num_batched_tokens", setup.pick(2048, 64))
+    limits.setdefault("max_num_batched_tokens", setup.pick(2048, 16))
     device, kind = cast(Any, setup.device), cast(Any, dtype)
     options = ModelOptions(path, device=device, dtype=kind, max_model_len=setup.pick(1024, 64))
     cache = CacheOptions(memory_bytes=setup.pick(pool, 4 << 20), attention=attention)
