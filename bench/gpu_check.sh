@@ -20,5 +20,5 @@ fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TMPDIR="$scratch" PYTHONUNBUFFERED=1
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TRANSFORMERS_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1
 seconds=355
-case " $* " in *" --cpu "*) seconds=1200 ;; esac    # interpreted kernels are slow
+case " $* " in *" --cpu "*) seconds=2700 ;; esac    # interpreted kernels are slow
 timeout --kill-after=4 "$seconds" "$PYTHON" -m bench.gpu_check "$@"

@@ -220,7 +220,7 @@ def _memory(setup: Setup) -> Line:
     name = setup.pick("1B", "tiny")
     with mock.patch.object(Graphs, "capture", measured):
         model = models.random_model(setup, name)
-        engine, _ = models.build(setup, model, attention="triton", max_num_seqs=setup.pick(128, 3))
+        engine, _ = models.build(setup, model, attention="triton", pool=None, max_num_seqs=setup.pick(128, 3))
     pool: Tensor = engine.runner.pool  # type: ignore[attr-defined]
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench.gpu_check.table import Setup
+from bench.gpu_check.table import Setup, Skip
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from engine.request import Request
 
 MAX_MODEL_LEN = 2048
+_POOL_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,7 @@ def build(
     dtype: str = "auto",
     attention: str = "auto",
     *,
+    pool: int | None = _POOL_BYTES,
     checked: bool = False,
     **limits: Any,
 ) -> tuple[Engine, LoadedModel]:
@@ -183,23 +185,31 @@ def build(
         model: a model in memory, or what `--model` takes.
         dtype: dtype of a model in files.
         attention: name of the attention backend.
+        pool: bytes of the KV pool; None: what `--gpu-memory-utilization` leaves.
         checked: whether the checks at start run in the reduced form, too.
         limits: fields of `EngineConfig`.
+
+    Raises:
+        Skip: the model does not fit on this GPU.
     """
     from engine.build import CacheOptions, build_engine
     from engine.config import EngineConfig, ModelOptions
+    from engine.device_memory import DoesNotFit
 
     path = model if isinstance(model, str) else model.name
-    options = ModelOptions(
-        path, device=cast(Any, setup.device), dtype=cast(Any, dtype), max_model_len=setup.pick(1024, 512)
-    )
-    cache = CacheOptions(memory_bytes=setup.pick(None, 4 << 20), attention=attention)
+    limits.setdefault("max_num_batched_tokens", setup.pick(2048, 16))
+    device, kind = cast(Any, setup.device), cast(Any, dtype)
+    options = ModelOptions(path, device=device, dtype=kind, max_model_len=setup.pick(1024, 64))
+    cache = CacheOptions(memory_bytes=setup.pick(pool, 4 << 20), attention=attention)
     with contextlib.ExitStack() as stack:
         if not isinstance(model, str):
             stack.enter_context(mock.patch("engine.build.load_model", return_value=model))
         for name in _SLOW_CHECKS if setup.reduced and not checked else ():
             stack.enter_context(mock.patch(name, return_value=None))
-        return build_engine(options, EngineConfig(block_size=0, **limits), cache)
+        try:
+            return build_engine(options, EngineConfig(block_size=0, **limits), cache)
+        except DoesNotFit as reason:
+            raise Skip(str(reason)) from reason
 
 
 def prompts(count: int, length: int, vocab: int = 300) -> list[list[int]]:

@@ -55,7 +55,7 @@ def _compared(setup: Setup, path: str, reference: Any, dtype: str, prompts: list
     from tests.models.reference import near_ties
 
     engine, loaded = models.build(
-        setup, path, dtype, max_num_batched_tokens=setup.pick(200, 64), max_num_seqs=len(prompts)
+        setup, path, dtype, max_num_batched_tokens=setup.pick(200, 32), max_num_seqs=len(prompts)
     )
     driver = Driver(loaded, backend="reference", num_blocks=64)
     ours = driver.prefill(driver.add(prompts[0])).cpu()

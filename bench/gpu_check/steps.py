@@ -50,9 +50,12 @@ def _steps(setup: Setup, shape: Shape, model: str | None = None) -> Iterator[Lin
     copy = copy_bandwidth(setup)
     begun = time.perf_counter()
     batches = setup.pick((1, 8, 32, 128), (3,))
-    engine, loaded = models.build(
-        setup, model or models.random_model(setup, shape.name), max_num_seqs=max(batches), attention="triton"
-    )
+    source = model or models.random_model(setup, shape.name)
+    try:
+        engine, loaded = models.build(setup, source, attention="triton", pool=None, max_num_seqs=max(batches))
+    except Skip as reason:
+        yield Line(f"{shape.name} start", str(reason), "skipped")
+        return
     detail = f"{loaded.num_parameters / 1e6:.0f} M parameters, ready after {time.perf_counter() - begun:.1f} s"
     yield Line(f"{shape.name} start", f"{detail}; {graphs_of(engine)}", "")
     for count in batches:
