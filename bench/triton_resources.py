@@ -34,6 +34,7 @@ MAX_SHARED = 99 << 10
 MAX_GROWTH = 1.1
 """By what factor registers or shared memory may exceed the table."""
 _TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",

@@ -60,7 +60,7 @@ class Choices:
     ban_starts: Tensor
     """int32 [R + 1]: the entries of each row in `ban_ids`."""
     ban_rows: Tensor
-    """int32 [N]."""
+    """int32 [N]; only one of the entries of a row and an id holds at a time."""
     ban_ids: Tensor
     ban_after: Tensor
     """int32 [N]: the id is banned only after this pending id; -1: always."""

@@ -78,7 +78,7 @@ class DeviceSampler:
         plain, wanted = step.plain(table), step.wanted.size > 0
         if plain and not wanted:
             return sampling.highest(logits[:num_rows], self.num_ids), ()
-        choices, places = step.send(table, self.device)
+        choices, places, tokens = step.send(table, self.device)
         if plain:
             ids = sampling.highest(logits[:num_rows], self.num_ids)
         else:
@@ -87,7 +87,7 @@ class DeviceSampler:
         if not wanted:
             return ids, ()
         top = min(top, self.num_ids)
-        return ids, sampling.logprobs(logits, places[0], places[1], ids, self.num_ids, top)
+        return ids, sampling.logprobs(logits, places, tokens, ids, self.num_ids, top)
 
     def forget(self, uid: int) -> None:
         """Discard the state of a choice that has ended."""

@@ -67,20 +67,23 @@ class Fixed(NamedTuple):
             sequences=tuple(ids for ids in bans.sequences if ids[-1] < num_ids) if bans else (),
         )
 
-    def banned(self, row: Row) -> tuple[list[np.ndarray], list[tuple[int, int]]]:
-        """Return the ids that are banned now: always, and as pairs (id, pending id after which it is banned or -1)."""
+    def banned(self, row: Row) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """Return the distinct ids that are banned now, and distinct pairs (id, pending id after which it is banned)."""
         position = row.position
         arrays = [self.always]
         if position < row.params.min_tokens:
             arrays.append(self.early)
         if position == 0:
             arrays.append(self.first)
-        pairs = []
+        pairs: set[tuple[int, int]] = set()
         for ids in self.sequences:
             known = ids[: -1 - row.pending]
             if not known or tuple(row.tokens[-len(known) :]) == known:
-                pairs.append((ids[-1], ids[-2] if row.pending else -1))
-        return [ids for ids in arrays if len(ids)], pairs
+                pairs.add((ids[-1], ids[-2] if row.pending else -1))
+        arrays.append(np.array(sorted(i for i, after in pairs if after < 0), dtype=np.int32))
+        arrays = [ids for ids in arrays if len(ids)]
+        now = arrays[0] if len(arrays) == 1 else np.unique(_joined(arrays))
+        return now, sorted((i, after) for i, after in pairs if after >= 0 and i not in now)
 
 
 def penalised(params: SamplingParams) -> bool:
@@ -183,16 +186,15 @@ class Step:
         """Return whether any row has bias, penalties, a grammar or bans."""
         return bool(table.penalised or table.matching or table.biased or len(self.ban_ids))
 
-    def send(self, table: Table, device: torch.device) -> tuple[Choices, Tensor]:
-        """Upload the step; return the parameters of the rows, and `wanted`, int32 [2, W]."""
+    def send(self, table: Table, device: torch.device) -> tuple[Choices, Tensor, Tensor]:
+        """Upload the step; return the parameters of the rows, and both rows of `wanted`."""
         banned_rows = np.repeat(np.arange(len(self.noise)), np.diff(self.ban_starts))
         parts = [
             self.noise.view(np.int32), self.slots, self.masks, self.places, self.ban_starts,
-            banned_rows, self.ban_ids, self.ban_after, self.bits.ravel(), self.wanted.ravel(),
+            banned_rows, self.ban_ids, self.ban_after, self.bits.ravel(), *self.wanted,
         ]  # fmt: skip
-        noise, slots, masks, places, ban_starts, ban_rows, ban_ids, ban_after, bits, wanted = send_together(
-            parts, device
-        )
+        sent = send_together(parts, device)
+        noise, slots, masks, places, ban_starts, ban_rows, ban_ids, ban_after, bits, wanted, tokens = sent
         *floats, top_k, flags, bias_starts, bias_rows, bias_ids, bias = table.parts
         columns = {name: part.view(torch.float32) for name, part in zip(_FLOATS, floats, strict=True)}
         choices = Choices(
@@ -201,7 +203,7 @@ class Step:
             bias=bias.view(torch.float32), ban_starts=ban_starts, ban_rows=ban_rows, ban_ids=ban_ids,
             ban_after=ban_after, bits=bits.view(self.bits.shape), drawn=table.drawn, edited=self.edits(table),
         )  # fmt: skip
-        return choices, wanted.view(2, -1)
+        return choices, wanted, tokens
 
 
 def _bans(table: Table, rows: Seq[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -210,14 +212,14 @@ def _bans(table: Table, rows: Seq[Row]) -> tuple[np.ndarray, np.ndarray, np.ndar
     ids: list[np.ndarray] = []
     after: list[np.ndarray] = []
     for i in table.banning:
-        arrays, pairs = table.rows[i].banned(rows[i])
+        now, pairs = table.rows[i].banned(rows[i])
+        ids.append(now)
+        after.append(np.full(len(now), -1, dtype=np.int32))
         if pairs:
             found = np.array(pairs, dtype=np.int32)
             ids.append(found[:, 0])
             after.append(found[:, 1])
-        ids += arrays
-        after += [np.full(len(array), -1, dtype=np.int32) for array in arrays]
-        sizes[i] = len(pairs) + sum(map(len, arrays))
+        sizes[i] = len(now) + len(pairs)
     return sizes, _joined(ids), _joined(after)
 
 

@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 
 SCAN, SCAN_WARPS = 4096, 16
 """Ids of one iteration, and warps, of greedy rows."""
-BLOCK = 2048
+BLOCK = 1024
 """Ids of one iteration of a pass."""
-NARROW = 1024
-"""Ids of one iteration of a pass with pivots."""
 LIST = 4096
 """Values that bisection holds in registers."""
 SAMPLE = 512
@@ -151,11 +149,11 @@ def _pivots(values, best, temperature, offset, num_ids, width, low, high, spread
 
 
 @triton.jit
-def _reached(values, best, temperature, offset, num_ids, width, pivots, mass, NARROW: tl.constexpr):
+def _reached(values, best, temperature, offset, num_ids, width, pivots, mass, BLOCK: tl.constexpr):
     """Return, for each of eight keys, the sum of the amounts of all values from it on; int64 [8]."""
-    sums = tl.zeros([8, NARROW], tl.int64)
-    for start in tl.range(0, num_ids, NARROW, num_stages=STAGES):
-        cols = start + tl.arange(0, NARROW)[None, :]
+    sums = tl.zeros([8, BLOCK], tl.int64)
+    for start in tl.range(0, num_ids, BLOCK, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK)[None, :]
         x = _scaled(values, cols, num_ids, width, best, temperature, offset)
         sums += tl.where(_ordered(x) >= pivots[:, None], _amount(x, mass), 0)
     return tl.sum(sums, 1)
@@ -194,7 +192,7 @@ def _gather(
 @triton.jit
 def _select(
     values, best, temperature, offset, num_ids, width, wanted, low, count, listed, mass,
-    BLOCK: tl.constexpr, NARROW: tl.constexpr, LIST: tl.constexpr, SAMPLE: tl.constexpr,
+    BLOCK: tl.constexpr, LIST: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
     """Return the highest key such that the amounts of all values from it on reach `wanted`.
 
@@ -214,7 +212,7 @@ def _select(
         if count > LIST:
             spread = (rounds & 1) == 1  # each second round shortens the interval of keys at least 8 times
             pivots = _pivots(values, best, temperature, offset, num_ids, width, low, high, spread, SAMPLE)
-            sums = _reached(values, best, temperature, offset, num_ids, width, pivots, mass, NARROW)
+            sums = _reached(values, best, temperature, offset, num_ids, width, pivots, mass, BLOCK)
             low = tl.maximum(low, tl.max(tl.where(sums >= wanted, pivots, _LOWEST), 0))
             high = tl.minimum(high, tl.min(tl.where(sums >= wanted, 1, pivots), 0))
         count, least, most, above = _gather(
@@ -311,13 +309,18 @@ def _ban(values, before, start, end, ban_ids, ban_after, pending, spares, num_id
         entries, cols, banned = _bans(at, end, ban_ids, ban_after, pending)
         tl.store(values + cols, tl.full([SPARSE], -_INF, tl.float32), mask=banned)
     tl.debug_barrier()
-    best, first, _bad, _worse = _scan(values, num_ids, width, BLOCK)
-    if spares & (best == -_INF) & (end > start):
-        for at in range(start, end, SPARSE):
-            entries, cols, banned = _bans(at, end, ban_ids, ban_after, pending)
-            tl.store(values + cols, tl.load(before + entries, mask=banned, other=0.0), mask=banned)
-        tl.debug_barrier()
-        best, first, _bad, _worse = _scan(values, num_ids, width, BLOCK)
+    best, first = -_INF + 0.0 * start, start * 0
+    scans = start * 0
+    while scans < 2:
+        best, first, _bad, _worse = _scan(values, num_ids, width, 2 * BLOCK)
+        scans += 1
+        if spares & (best == -_INF) & (end > start) & (scans == 1):
+            for at in range(start, end, SPARSE):
+                entries, cols, banned = _bans(at, end, ban_ids, ban_after, pending)
+                tl.store(values + cols, tl.load(before + entries, mask=banned, other=0.0), mask=banned)
+            tl.debug_barrier()
+        else:
+            scans += 1
     return best, first
 
 
@@ -348,7 +351,7 @@ def _sample(
     temperatures, top_ps, log_min_ps, repetitions, frequencies, presences, top_ks, flags, noise,
     slots, masks, places, bias_starts, bias_ids, biases, ban_starts, ban_ids, ban_after,
     stride, num_ids, width, row_width, words,
-    EDIT: tl.constexpr, BLOCK: tl.constexpr, NARROW: tl.constexpr, LIST: tl.constexpr, SAMPLE: tl.constexpr,
+    EDIT: tl.constexpr, BLOCK: tl.constexpr, LIST: tl.constexpr, SAMPLE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Program (row). EDIT: some rows have bias, penalties, a grammar or bans; `scratch` gets the edited logits.
@@ -359,7 +362,7 @@ def _sample(
     wide = row.to(tl.int64)
     source = logits + wide * stride
     flag = tl.load(flags + row)
-    best, at, bad, _worse = _scan(source, num_ids, width, BLOCK)
+    best, at, bad, _worse = _scan(source, num_ids, width, 2 * BLOCK)
     if EDIT:
         values, columns = scratch + wide * row_width, row_width
         slot, mask, place = tl.load(slots + row), tl.load(masks + row), tl.load(places + row)
@@ -386,7 +389,7 @@ def _sample(
             chosen = _draw(
                 values, best, tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row),
                 tl.load(log_min_ps + row), tl.load(noise + row), num_ids, columns, listed + wide * LIST,
-                BLOCK, NARROW, LIST, SAMPLE, BLOCKS,
+                BLOCK, LIST, SAMPLE, BLOCKS,
             )  # fmt: skip
     chosen = tl.where(bad, -1, chosen)
     tl.store(out + row, chosen)
@@ -398,7 +401,7 @@ def _sample(
 @triton.jit
 def _draw(
     values, best, temperature, top_k, top_p, log_min_p, noise, num_ids, width, listed,
-    BLOCK: tl.constexpr, NARROW: tl.constexpr, LIST: tl.constexpr, SAMPLE: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, LIST: tl.constexpr, SAMPLE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Return the id at which the sum of the weights of all ids up to it exceeds `noise` times the total."""
     edge = top_k * 0 + _LOWEST
@@ -416,7 +419,7 @@ def _draw(
                 wanted = tl.maximum(tl.minimum(wanted, total), 1)
             edge = _select(
                 values, best, temperature, 0.0, num_ids, width, wanted, edge, count, listed, mass,
-                BLOCK, NARROW, LIST, SAMPLE,
+                BLOCK, LIST, SAMPLE,
             )  # fmt: skip
             count = tl.where(mass, count, top_k)
     threshold = tl.maximum(log_min_p, _unordered(edge))
@@ -447,7 +450,7 @@ def _kept(values, best, temperature, threshold, num_ids, width, block, BLOCK: tl
 @triton.jit(do_not_specialize=["top"])
 def _logprobs(
     logits, rows, tokens, ids, listed, chosen, best_ids, best_values, stride, num_ids, width, top,
-    BLOCK: tl.constexpr, NARROW: tl.constexpr, LIST: tl.constexpr, SAMPLE: tl.constexpr,
+    BLOCK: tl.constexpr, LIST: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
     """Program (wanted row)."""
     one = tl.program_id(0)
@@ -457,7 +460,7 @@ def _logprobs(
     if token < 0:
         token = tl.maximum(tl.load(ids + row), 0)
     values = logits + row.to(tl.int64) * stride
-    best, _at, _bad, bad = _scan(values, num_ids, width, BLOCK)
+    best, _at, _bad, bad = _scan(values, num_ids, width, 2 * BLOCK)
     if bad:
         tl.store(chosen + one, float("nan"))
         for start in range(0, top, SPARSE):
@@ -473,7 +476,7 @@ def _logprobs(
             low = row * 0 + _LOWEST
             edge = _select(
                 values, best, 1.0, offset, num_ids, width, top + wide * 0, low, num_ids + low * 0,
-                listed + wide * LIST, False, BLOCK, NARROW, LIST, SAMPLE,
+                listed + wide * LIST, False, BLOCK, LIST, SAMPLE,
             )  # fmt: skip
             best_ids += wide * top
             best_values += wide * top
@@ -508,10 +511,10 @@ def highest(logits: Tensor, num_ids: int) -> Tensor:
     rows = logits.shape[0]
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows:
-        block = _block(num_ids, SCAN)
         launch(
-            _greedy, (rows,), logits, out, logits.stride(0), num_ids, logits.shape[1], BLOCK=block, num_warps=SCAN_WARPS
-        )
+            _greedy, (rows,), logits, out, logits.stride(0), num_ids, logits.shape[1],
+            BLOCK=_block(num_ids, SCAN), num_warps=SCAN_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
     return out
 
 
@@ -532,7 +535,7 @@ def sample(
         c.temperature, c.top_p, c.log_min_p, c.repetition, c.frequency, c.presence, c.top_k, c.flags, c.noise,
         c.slots, c.masks, c.places, c.bias_starts, c.bias_ids, c.bias, c.ban_starts, c.ban_ids, c.ban_after,
         logits.stride(0), num_ids, logits.shape[1], scratch.shape[1], -(-num_ids // 32),
-        EDIT=c.edited, BLOCK=block, NARROW=NARROW, LIST=LIST, SAMPLE=SAMPLE,
+        EDIT=c.edited, BLOCK=block, LIST=LIST, SAMPLE=SAMPLE,
         BLOCKS=triton.next_power_of_2(triton.cdiv(num_ids, block)), num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -551,7 +554,7 @@ def logprobs(
         _logprobs, (count,),
         logits, rows, tokens, ids, listed, chosen, best_ids, best_values,
         logits.stride(0), num_ids, logits.shape[1], top,
-        BLOCK=_block(num_ids, BLOCK), NARROW=NARROW, LIST=LIST, SAMPLE=SAMPLE, num_warps=WARPS, enable_fp_fusion=False,
+        BLOCK=_block(num_ids, BLOCK), LIST=LIST, SAMPLE=SAMPLE, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return chosen, best_ids, best_values
 
