@@ -65,6 +65,9 @@ class DeviceSampler:
             prompts: prompt rows, P in all.
         """
         table = self._table_of(rows)
+        if table.plain and not prompts:
+            ids = sampling.highest(logits[: len(rows)], self.num_ids)
+            return _Drawn(ids, Download(ids), tuple(rows), (), ())
         wanted = _wanted(table, len(rows), prompts)
         slots = self._counts.slots([rows[i] for i in table.penalised], last) if table.penalised else []
         step = Step.of(table, rows, self.num_ids, slots, wanted)

@@ -19,6 +19,8 @@ from kernels.sampling import DRAWN, SPARES, Choices
 
 _MIN_TEMPERATURE = 1e-6
 _FLOATS = ("temperature", "top_p", "log_min_p", "repetition", "frequency", "presence")
+_FIXED = (*_FLOATS, "top_k", "flags", "bias_starts", "bias_rows", "bias_ids", "bias")
+_FP32 = (*_FLOATS, "bias")
 
 
 class Fixed(NamedTuple):
@@ -33,18 +35,17 @@ class Fixed(NamedTuple):
     penalised: bool
     bans: bool
     """Whether some ids may be banned in some step."""
-    always: np.ndarray
-    """The ids that are banned in every step."""
-    early: np.ndarray
-    """The ids that are banned before `min_tokens`."""
-    first: np.ndarray
-    """The ids that are banned as the first output id."""
+    combined: tuple[np.ndarray, ...]
+    """The ids that are banned in every step; these and those before `min_tokens`; the same two for the first output id,
+    with the ids that are banned as such."""
     sequences: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, row: Row, num_ids: int) -> Fixed:
         params, bans = row.params, row.params.bans
         bias = {i: value for i, value in params.logit_bias if i < num_ids}
+        early, none = row.eos_token_ids | params.stop_token_ids, frozenset[int]()
+        always, first = (bans.always, bans.first) if bans else (none, none)
         flags = DRAWN * (params.temperature > 0) + SPARES * (row.matcher is not None or bans is not None)
         return cls(
             floats=(
@@ -61,28 +62,25 @@ class Fixed(NamedTuple):
             bias=np.fromiter(bias.values(), np.float32, len(bias)),
             penalised=penalised(params),
             bans=bans is not None or params.min_tokens > 0,
-            always=_ids(bans.always if bans else (), num_ids),
-            early=_ids(row.eos_token_ids | params.stop_token_ids, num_ids),
-            first=_ids(bans.first if bans else (), num_ids),
+            combined=tuple(
+                _ids(always | (early if part & 1 else none) | (first if part & 2 else none), num_ids)
+                for part in range(4)
+            ),
             sequences=tuple(ids for ids in bans.sequences if ids[-1] < num_ids) if bans else (),
         )
 
     def banned(self, row: Row) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """Return the distinct ids that are banned now, and distinct pairs (id, pending id after which it is banned)."""
         position = row.position
-        arrays = [self.always]
-        if position < row.params.min_tokens:
-            arrays.append(self.early)
-        if position == 0:
-            arrays.append(self.first)
+        now = self.combined[(position < row.params.min_tokens) + 2 * (position == 0)]
         pairs: set[tuple[int, int]] = set()
         for ids in self.sequences:
             known = ids[: -1 - row.pending]
             if not known or tuple(row.tokens[-len(known) :]) == known:
                 pairs.add((ids[-1], ids[-2] if row.pending else -1))
-        arrays.append(np.array(sorted(i for i, after in pairs if after < 0), dtype=np.int32))
-        arrays = [ids for ids in arrays if len(ids)]
-        now = arrays[0] if len(arrays) == 1 else np.unique(_joined(arrays))
+        if not pairs:
+            return now, []
+        now = np.unique(_joined([now, np.array([i for i, after in pairs if after < 0], dtype=np.int32)]))
         return now, sorted((i, after) for i, after in pairs if after >= 0 and i not in now)
 
 
@@ -109,9 +107,10 @@ class Table:
     wanted: tuple[int, ...]
     """Indices of the rows that request logprobs."""
     biased: bool
-    parts: tuple[Tensor, ...]
-    """On the device, int32: the columns of `_FLOATS` (fp32), `top_k`, `flags`, then of the bias entries the starts
-    [R + 1], rows, ids and values (fp32)."""
+    plain: bool
+    """Whether each row always samples the id of its highest logit."""
+    columns: dict[str, Tensor]
+    """On the device: those fields of `Choices` that stay as long as the rows."""
 
     @classmethod
     def of(cls, rows: Seq[Row], fixed: Seq[Fixed], device: torch.device) -> Table:
@@ -127,6 +126,8 @@ class Table:
             _joined([one.bias_ids for one in fixed]),
             _joined([one.bias.view(np.int32) for one in fixed]),
         ]
+        sent = dict(zip(_FIXED, send_together(parts, device), strict=True))
+        columns = {name: part.view(torch.float32) if name in _FP32 else part for name, part in sent.items()}
         return cls(
             rows=tuple(fixed),
             seeds=np.array([row.noise_seed & (1 << 64) - 1 for row in rows], dtype=np.uint64),
@@ -137,7 +138,11 @@ class Table:
             matching=_where(row.matcher is not None for row in rows),
             wanted=_where(row.params.logprobs is not None for row in rows),
             biased=bool(sizes.any()),
-            parts=send_together(parts, device),
+            plain=all(
+                one.flags == 0 and not (one.bans or one.penalised or len(one.bias)) and row.params.logprobs is None
+                for row, one in zip(rows, fixed, strict=True)
+            ),
+            columns=columns,
         )
 
 
@@ -195,13 +200,10 @@ class Step:
         ]  # fmt: skip
         sent = send_together(parts, device)
         noise, slots, masks, places, ban_starts, ban_rows, ban_ids, ban_after, bits, wanted, tokens = sent
-        *floats, top_k, flags, bias_starts, bias_rows, bias_ids, bias = table.parts
-        columns = {name: part.view(torch.float32) for name, part in zip(_FLOATS, floats, strict=True)}
         choices = Choices(
-            **columns, top_k=top_k, flags=flags, noise=noise.view(torch.float64), slots=slots, masks=masks,
-            places=places, bias_starts=bias_starts, bias_rows=bias_rows, bias_ids=bias_ids,
-            bias=bias.view(torch.float32), ban_starts=ban_starts, ban_rows=ban_rows, ban_ids=ban_ids,
-            ban_after=ban_after, bits=bits.view(self.bits.shape), drawn=table.drawn, edited=self.edits(table),
+            **table.columns, noise=noise.view(torch.float64), slots=slots, masks=masks, places=places,
+            ban_starts=ban_starts, ban_rows=ban_rows, ban_ids=ban_ids, ban_after=ban_after,
+            bits=bits.view(self.bits.shape), drawn=table.drawn, edited=self.edits(table),
         )  # fmt: skip
         return choices, wanted, tokens
 
@@ -210,17 +212,21 @@ def _bans(table: Table, rows: Seq[Row]) -> tuple[np.ndarray, np.ndarray, np.ndar
     """Return the number of bans of each row, and the ids and pending ids of all bans."""
     sizes = np.zeros(len(rows), dtype=np.int64)
     ids: list[np.ndarray] = []
-    after: list[np.ndarray] = []
+    conditions: list[tuple[int, int]] = []
+    total = 0
     for i in table.banning:
         now, pairs = table.rows[i].banned(rows[i])
         ids.append(now)
-        after.append(np.full(len(now), -1, dtype=np.int32))
+        total += len(now)
         if pairs:
-            found = np.array(pairs, dtype=np.int32)
-            ids.append(found[:, 0])
-            after.append(found[:, 1])
+            ids.append(np.array([ban for ban, _ in pairs], dtype=np.int32))
+            conditions += [(total + j, after) for j, (_, after) in enumerate(pairs)]
+            total += len(pairs)
         sizes[i] = len(now) + len(pairs)
-    return sizes, _joined(ids), _joined(after)
+    after = np.full(total, -1, dtype=np.int32)
+    for at, pending in conditions:
+        after[at] = pending
+    return sizes, _joined(ids), after
 
 
 def starts(sizes: np.ndarray) -> np.ndarray:
@@ -235,12 +241,11 @@ def send_together(parts: Seq[np.ndarray], device: torch.device) -> tuple[Tensor,
     """
     sizes = [-(-len(part) // 4) * 4 for part in parts]
     together = np.zeros(sum(sizes), dtype=np.int32)
-    at = 0
-    for part, size in zip(parts, sizes, strict=True):
+    begins = starts(np.array(sizes)).tolist()
+    for at, part in zip(begins, parts, strict=False):
         together[at : at + len(part)] = part
-        at += size
-    pieces = torch.split(send(together, device), sizes)
-    return tuple(piece[: len(part)] for piece, part in zip(pieces, parts, strict=True))
+    sent = send(together, device)
+    return tuple(sent[at : at + len(part)] for at, part in zip(begins, parts, strict=False))
 
 
 def _joined(arrays: Seq[np.ndarray]) -> np.ndarray:

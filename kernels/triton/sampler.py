@@ -5,10 +5,10 @@ integer of 45 bits, so every sum is exact, and no id depends on how a row is cut
 top_k or top_p keeps is found in passes over the row: each counts, or weighs, what lies above eight pivots, which are
 values of a sample of the row, until so few values remain that registers hold them, where bisection ends the search.
 
-Estimate for an H100, 128 rows of 128k ids in bf16, from the bytes and instructions of one row on one multiprocessor
-(which reads some 60 GB/s and issues 128 operations a clock); not measured: a pass that only reads takes 5 to 8 µs, one
-with weights 12 µs, one with pivots 40 µs. So greedy rows take 10 µs, a temperature alone 25 µs, top_p or top_k of a
-peaked distribution 100 µs, of a flat one 150 µs. The time is almost the same for one row.
+Estimate for an H100, 128 rows of 128k ids in bf16, from the bytes and instructions of one row on one multiprocessor,
+not measured: a pass that only reads takes 10 to 15 µs, one with weights 15 to 20 µs, one with pivots 45 µs. So greedy
+rows take 10 µs, a temperature alone 35 µs, top_k or top_p of a peaked distribution 120 µs, of a flat one 200 µs. One
+row takes almost as long as 128; splitting rows over programs would help only batches of a few rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ SPARSE: tl.constexpr = tl.constexpr(128)
 """Biases or bans of one iteration."""
 STAGES: tl.constexpr = tl.constexpr(4)
 """Iterations of a pass whose values are loaded at the same time."""
-WARPS = 8
+WARPS, REGISTERS = 8, 255
+"""Warps of a program, and the limit of registers of a thread: for sm_80 ptxas would rather spill than take over 128."""
 
 _LOWEST: tl.constexpr = tl.constexpr(reference.LOWEST)
 _LARGEST: tl.constexpr = tl.constexpr(reference.LARGEST)
@@ -536,7 +537,8 @@ def sample(
         c.slots, c.masks, c.places, c.bias_starts, c.bias_ids, c.bias, c.ban_starts, c.ban_ids, c.ban_after,
         logits.stride(0), num_ids, logits.shape[1], scratch.shape[1], -(-num_ids // 32),
         EDIT=c.edited, BLOCK=block, LIST=LIST, SAMPLE=SAMPLE,
-        BLOCKS=triton.next_power_of_2(triton.cdiv(num_ids, block)), num_warps=WARPS, enable_fp_fusion=False,
+        BLOCKS=triton.next_power_of_2(triton.cdiv(num_ids, block)),
+        num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -554,7 +556,8 @@ def logprobs(
         _logprobs, (count,),
         logits, rows, tokens, ids, listed, chosen, best_ids, best_values,
         logits.stride(0), num_ids, logits.shape[1], top,
-        BLOCK=_block(num_ids, BLOCK), LIST=LIST, SAMPLE=SAMPLE, num_warps=WARPS, enable_fp_fusion=False,
+        BLOCK=_block(num_ids, BLOCK), LIST=LIST, SAMPLE=SAMPLE,
+        num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
     return chosen, best_ids, best_values
 
