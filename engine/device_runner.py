@@ -6,9 +6,10 @@ A launch returns as soon as the device has its orders. The ids that a step sampl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Plan, Slice
 from engine.sequence import Sequence
 from engine.staging import ID, POSITION, SLOT, SOURCE, Layout, Pinned, Staging
-from kernels.attention.base import AttentionBackend, DeviceArrays, LazyBatch, Tuples
+from kernels.attention.base import AttentionBackend, DeviceArrays, LazyBatch
 from kernels.device import upload
 
 _LEAST_TOKENS = 64
@@ -288,21 +289,17 @@ class DeviceRunner:
         sequences, contexts = len(step.seqs), step.starts + step.counts
         is_long = step.counts > (self.backend.tile_tokens or (0, 0))[0]
         device = self.staging.device
-        arrays = (
-            None
-            if self.backend.tile_tokens is None
-            else DeviceArrays(
-                self._tables,
-                device.places[:sequences],
-                device.contexts[:sequences],
-                device.starts[: sequences + 1],
-                device.short[:num_short],
-                long,
-                int(contexts.max(where=~is_long, initial=0)),
-                int(contexts.max(where=is_long, initial=0)),
-            )
+        arrays = DeviceArrays(
+            self._tables,
+            device.places[:sequences],
+            device.contexts[:sequences],
+            device.starts[: sequences + 1],
+            device.short[:num_short],
+            long,
+            int(contexts.max(where=~is_long, initial=0)),
+            int(contexts.max(where=is_long, initial=0)),
         )
-        return self._joined(step.num_rows, arrays, lambda: _tuples(step), wanted, bool(step.pending.any()))
+        return self._joined(step, step.num_rows, arrays, wanted, bool(step.pending.any()))
 
     def _padded(self, rows: int, longest: int) -> Tensor:
         """Compute a decode step from what is in the device's buffers; this is what a graph records.
@@ -325,17 +322,15 @@ class DeviceRunner:
             longest,
             0,
         )
-        return self.model.forward(self._joined(rows, arrays, _no_tuples, self._all_rows[:rows], True))
+        return self.model.forward(self._joined(None, rows, arrays, self._all_rows[:rows], True))
 
-    def _joined(
-        self, rows: int, arrays: DeviceArrays | None, tuples: Callable[[], Tuples], wanted: Tensor, pending: bool
-    ) -> Batch:
+    def _joined(self, step: _Step | None, rows: int, arrays: DeviceArrays, wanted: Tensor, pending: bool) -> Batch:
         columns = self.staging.device.rows[:rows].T.to(torch.int64, memory_format=torch.contiguous_format)
         ids = columns[ID]
         if pending:
             ids = self.staging.buffer.index_select(0, columns[SOURCE]).to(torch.int64)
-        attention = LazyBatch(columns[SLOT], columns[POSITION], rows, arrays, tuples)
-        return Batch(ids, attention, wanted)
+        lengths, tables = partial(_lengths, step), partial(_block_tables, step)
+        return Batch(ids, LazyBatch(columns[SLOT], columns[POSITION], rows, arrays, lengths, tables), wanted)
 
     def _sampler_rows(self, step: _Step) -> list[Row]:
         made = self._rows
@@ -384,11 +379,13 @@ def _pad(pinned: Pinned, used: int, rows: int, items: int, own_ids: Ints) -> Non
         host.rows[used:rows, SOURCE] = own_ids[used:rows]
 
 
-def _tuples(step: _Step) -> Tuples:
-    ends = step.starts + step.counts
-    tables = tuple(tuple(seq.block_table) for seq in step.seqs)
-    return tuple(step.offsets.tolist()), tuple(ends.tolist()), tables
+def _lengths(step: _Step | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if step is None:
+        raise AttributeError("a captured step has no lengths on the host")  # which tools that print locals expect
+    return tuple(step.offsets.tolist()), tuple((step.starts + step.counts).tolist())
 
 
-def _no_tuples() -> Tuples:
-    raise AttributeError("a captured step has no lengths on the host")  # which tools that print locals expect
+def _block_tables(step: _Step | None) -> tuple[tuple[int, ...], ...]:
+    if step is None:
+        raise AttributeError("a captured step has no block tables on the host")
+    return tuple(tuple(seq.block_table) for seq in step.seqs)

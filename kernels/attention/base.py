@@ -81,7 +81,7 @@ class AttentionBatch:
     block_tables: tuple[tuple[int, ...], ...]
     """S block tables, each with at least the blocks of `context_lens` tokens."""
     arrays: DeviceArrays | None = None
-    """The same on the device, if the backend asked for it (`AttentionBackend.tile_tokens`)."""
+    """The same on the device, if the runner keeps it there."""
 
     @property
     def num_sequences(self) -> int:
@@ -93,40 +93,51 @@ class AttentionBatch:
         return self.cu_seqlens[-1]
 
 
-Tuples = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]
-"""`cu_seqlens`, `context_lens` and `block_tables` of an `AttentionBatch`."""
+Ints = tuple[int, ...]
 
 
 class LazyBatch(AttentionBatch):
-    """A batch whose tuples are made when a backend first reads one of them; a backend that reads `arrays` does not."""
+    """A batch whose tuples are made when a backend first reads them; a backend that reads `arrays` needs none."""
 
     def __init__(
         self,
         slots: Tensor,
         positions: Tensor,
         num_rows: int,
-        arrays: DeviceArrays | None,
-        tuples: Callable[[], Tuples],
+        arrays: DeviceArrays,
+        lengths: Callable[[], tuple[Ints, Ints]],
+        tables: Callable[[], tuple[Ints, ...]],
     ) -> None:
-        """Create a batch, see the fields of `AttentionBatch`; `tuples` is called at most once, during the step."""
-        vars(self).update(slots=slots, positions=positions, num_rows=num_rows, arrays=arrays, _make=tuples)
+        """Create a batch, see the fields of `AttentionBatch`.
+
+        Args:
+            lengths: returns `cu_seqlens` and `context_lens`; called at most once, during the step.
+            tables: returns `block_tables`; the same.
+        """
+        vars(self).update(slots=slots, positions=positions, num_rows=num_rows, arrays=arrays)
+        vars(self).update(_make_lengths=lengths, _make_tables=tables)
 
     @cached_property
-    def _tuples(self) -> Tuples:
-        made: Tuples = vars(self)["_make"]()
+    def _lengths(self) -> tuple[Ints, Ints]:
+        made: tuple[Ints, Ints] = vars(self)["_make_lengths"]()
+        return made
+
+    @cached_property
+    def _tables(self) -> tuple[Ints, ...]:
+        made: tuple[Ints, ...] = vars(self)["_make_tables"]()
         return made
 
     @property
-    def cu_seqlens(self) -> tuple[int, ...]:
-        return self._tuples[0]
+    def cu_seqlens(self) -> Ints:
+        return self._lengths[0]
 
     @property
-    def context_lens(self) -> tuple[int, ...]:
-        return self._tuples[1]
+    def context_lens(self) -> Ints:
+        return self._lengths[1]
 
     @property
-    def block_tables(self) -> tuple[tuple[int, ...], ...]:
-        return self._tuples[2]
+    def block_tables(self) -> tuple[Ints, ...]:
+        return self._tables
 
 
 class AttentionBackend(ABC):
@@ -170,7 +181,7 @@ class AttentionBackend(ABC):
     def tile_tokens(self) -> tuple[int, int] | None:
         """Tokens of a work item of a short piece, and of a longer piece: a piece is short if one item holds it.
 
-        None: the backend reads the tuples of an `AttentionBatch`, not its `arrays`.
+        None: the backend needs no work items in `DeviceArrays`.
         """
         return None
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kernels.attention.base import AttentionBatch, CacheSpec
+from kernels.attention.base import AttentionBatch, CacheSpec, DeviceArrays
 from kernels.attention.plain import PlainBackend
 from kernels.device import upload
 
@@ -51,15 +51,11 @@ class _Call:
         counts = [end - start for start, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]
         longest = max(batch.context_lens)
         width = -(-longest // block_size)
-        ends = [0]
-        for context in batch.context_lens:
-            ends.append(ends[-1] + context)
-        tables = [i for table in batch.block_tables for i in (*table[:width], *(0,) * (width - len(table)))]
-        parts = (tables, batch.context_lens, batch.cu_seqlens, ends)
-        together = upload([i for part in parts for i in part], torch.int32, device)
-        flat, contexts, query_ends, key_ends = torch.split(together, [len(part) for part in parts])
+        tables, contexts, query_ends, key_ends = (
+            _uploaded(batch, width, device) if batch.arrays is None else _on_device(batch.arrays, width)
+        )
         return cls(
-            tables=flat.view(-1, width),
+            tables=tables,
             contexts=contexts,
             query_ends=query_ends,
             key_ends=key_ends,
@@ -67,6 +63,25 @@ class _Call:
             longest_context=longest,
             decodes=min(counts) == max(counts) == 1,
         )
+
+
+def _on_device(arrays: DeviceArrays, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return tables of `width` blocks, contexts, and ends of queries and keys, from arrays of the device."""
+    tables = arrays.tables[:, :width].index_select(0, arrays.places)
+    key_ends = torch.nn.functional.pad(arrays.contexts.cumsum(0, dtype=torch.int32), (1, 0))
+    return tables, arrays.contexts, arrays.starts, key_ends
+
+
+def _uploaded(batch: AttentionBatch, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the same from the tuples of the host."""
+    ends = [0]
+    for context in batch.context_lens:
+        ends.append(ends[-1] + context)
+    tables = [i for table in batch.block_tables for i in (*table[:width], *(0,) * (width - len(table)))]
+    parts = (tables, batch.context_lens, batch.cu_seqlens, ends)
+    together = upload([i for part in parts for i in part], torch.int32, device)
+    flat, contexts, query_ends, key_ends = torch.split(together, [len(part) for part in parts])
+    return flat.view(-1, width), contexts, query_ends, key_ends
 
 
 class FlashBackend(PlainBackend):

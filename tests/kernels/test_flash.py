@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from kernels.attention import backend_names, get_backend
-from kernels.attention.base import AttentionBatch, CacheSpec
+from kernels.attention.base import AttentionBatch, CacheSpec, DeviceArrays
 from kernels.attention.flash import FlashBackend
 from tests.kernels.cache import Cache
 from tests.kernels.flash_stand_in import FlashStandIn
@@ -330,3 +331,22 @@ def test_the_stand_in_aligns_masks_at_the_end_as_the_library_documents() -> None
     assert seen(causal=False) == [[1, 1, 1, 1, 1], [1, 1, 1, 1, 1]]
     assert seen(causal=True, window_size=(2, 0)) == [[0, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
     assert seen(causal=False, window_size=(1, 1)) == [[0, 0, 1, 1, 1], [0, 0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("work", [[(0, 299, 300), (1, 0, 1)], [(0, 120, 300), (1, 0, 1), (2, 30, 40)]])
+def test_arrays_of_the_device_give_the_bits_of_tuples(flash: FlashStandIn, work: list[tuple[int, int, int]]) -> None:
+    cache = make([300, 1, 40])
+    cache.run([(0, 0, 300), (1, 0, 1), (2, 0, 40)])
+    batch = cache.batch(work)
+    tables = torch.zeros((9, 5), dtype=torch.int32)  # what a place has behind the blocks of its sequence is stale
+    rows = [7 - 2 * s for s in range(len(work))]
+    for row, table in zip(rows, batch.block_tables, strict=True):
+        tables[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
+    places, contexts, starts = (
+        torch.tensor(x, dtype=torch.int32) for x in (rows, batch.context_lens, batch.cu_seqlens)
+    )
+    none = torch.zeros((0, 2), dtype=torch.int32)
+    arrays = DeviceArrays(tables, places, contexts, starts, none, none, 300, 300)
+    q = torch.cat([cache.q[s][a:b] for s, a, b in work])
+    want = cache.backend.attend(0, q, batch, scale=0.25)
+    assert torch.equal(cache.backend.attend(0, q, dataclasses.replace(batch, arrays=arrays), scale=0.25), want)
