@@ -41,7 +41,7 @@ def test_prefill_decodes_and_forks_give_the_ids_of_the_cpu(paths: dict[str, str]
     asked = [ask(f"r{i}", p, 4, n=1 + i % 2) for i, p in enumerate(prompts(300, [34, 5], seed=3))]
     backend = "transformers" if name.endswith("forced") else "auto"
     want = results(build(paths[name], "cpu", backend=backend)[0], asked)
-    with pretend_gpu(total=1 << 30):
+    with pretend_gpu(total=1 << 30, stand_ins=True):
         engine, _ = on_gpu(paths[name], graphs, backend=backend, overlap=graphs)
         assert results(engine, asked) == want
 
@@ -63,7 +63,7 @@ def logits_of(runner: DeviceRunner, plan: Plan, active: bool) -> torch.Tensor:
 
 def test_a_graph_gives_the_bits_of_an_eager_step_whatever_its_padding_holds(paths: dict[str, str]) -> None:
     """Rows of padding are NaN from the embedding on."""
-    with pretend_gpu(total=1 << 30):
+    with pretend_gpu(total=1 << 30, stand_ins=True):
         engine, runner = on_gpu(paths["qwen3-windows"], True, max_num_seqs=12, max_num_batched_tokens=64)
         runner.model.parameters.embedding[0] = torch.nan  # type: ignore[attr-defined]
         for i, prompt in enumerate(prompts(300, [3 + i % 5 for i in range(9)], seed=4)):
@@ -81,7 +81,7 @@ def test_a_graph_gives_the_bits_of_an_eager_step_whatever_its_padding_holds(path
 
 
 def test_steps_with_a_prefill_or_prompt_logprobs_run_without_a_graph(paths: dict[str, str]) -> None:
-    with pretend_gpu(total=1 << 30):
+    with pretend_gpu(total=1 << 30, stand_ins=True):
         engine, runner = on_gpu(paths["llama"], True)
         found: list[bool] = []
         find = runner.graphs.find
@@ -102,7 +102,7 @@ def test_a_capture_that_fails_leaves_all_steps_without_graphs_and_says_why(
 ) -> None:
     asked = [ask("a", prompts(300, [9])[0], 4)]
     want = results(build(paths["llama"], "cpu")[0], asked)
-    with pretend_gpu(total=1 << 30) as gpu:
+    with pretend_gpu(total=1 << 30, stand_ins=True) as gpu:
         engine, runner = on_gpu(paths["llama"], False)
         assert runner.graphs.reason == NOT_CAPTURED
         stream, forward = torch.cuda.current_stream(), runner.model.forward
@@ -121,7 +121,7 @@ def _waits_in_a_capture(gpu: Gpu, logits: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_step_in_flight_waits_for_nothing_and_its_result_for_one_event(paths: dict[str, str]) -> None:
-    with pretend_gpu(total=1 << 30) as gpu:
+    with pretend_gpu(total=1 << 30, stand_ins=True) as gpu:
         engine, runner = on_gpu(paths["llama"], True)
         for i, prompt in enumerate(prompts(300, [40, 5, 17], seed=3)):
             engine.add(ask(f"r{i}", prompt, 6, temperature=0.7, seed=i, logprobs=2, prompt_logprobs=1))
