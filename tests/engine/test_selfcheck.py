@@ -20,6 +20,7 @@ from engine.checks.attention import check_attention, check_write
 from engine.checks.operations import check_gates, check_norms
 from engine.checks.usage import Usage
 from engine.config import EngineConfig, ModelOptions
+from engine.device_runner import DeviceRunner
 from engine.models.loading import LoadedModel
 from engine.selfcheck import GpuFails, attempt
 from kernels import triton
@@ -186,6 +187,11 @@ def test_a_wrong_gate_is_caught(monkeypatch: pytest.MonkeyPatch, name: str, func
 # ── what replaces what fails ──────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.fixture(autouse=True)
+def _no_warming(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.prepare.warm_up", lambda *_: None)
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     (case,) = (case for case in FUSED if case.name == "llama")
@@ -308,6 +314,24 @@ def test_a_group_of_kernels_that_fails_is_disabled_and_torch_is_checked_in_its_p
     monkeypatch.setattr(operations.ops, "rms_norm", lambda x, weight, eps: right(x, weight, eps) * 1.02)
     with pretend_gpu(), pytest.raises(GpuFails, match="norm in torch"):
         build(path)
+
+
+def test_overlapped_steps_that_give_other_ids_are_turned_off(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = DeviceRunner.launch
+
+    def forgets(self: DeviceRunner, plan: Any) -> Any:
+        step = launch(self, plan)
+        with torch.inference_mode():
+            self.staging.last.zero_()
+        return step
+
+    monkeypatch.setattr(DeviceRunner, "launch", forgets)
+    with pretend_gpu():
+        loaded, logs = build(path)
+    warnings = fallbacks(logs)
+    assert "overlap" in warnings
+    assert "instead of" in warnings["overlap"]["reason"]
+    assert loaded.serving.facts()["overlap"] == "off"
 
 
 def test_nothing_is_checked_on_a_cpu(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
