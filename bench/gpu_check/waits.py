@@ -17,7 +17,8 @@ from bench.gpu_check.table import Setup
 
 _READS = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "_unique2", "is_nonzero", "item")
 """Operations whose result, or its shape, the host must know."""
-_COPIES = ("_to_copy", "copy_")
+_COPIES = ("to", "_to_copy", "copy_")
+"""In inference mode `to` is not cut into smaller operations."""
 
 
 class _Hook(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -35,15 +36,15 @@ class _Hook(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         if name in _COPIES and isinstance(out, Tensor):
             source = args[1] if name == "copy_" else args[0]
-            if source.is_cuda != out.is_cuda and not _asynchronous(name, source, out, args, kwargs):
+            if source.is_cuda != out.is_cuda and not _asynchronous(source, out, args, kwargs):
                 self.found["copy"] += 1
         return out
 
 
-def _asynchronous(name: str, source: Tensor, out: Tensor, args: Any, kwargs: Any) -> bool:
+def _asynchronous(source: Tensor, out: Tensor, args: Any, kwargs: Any) -> bool:
     """Return whether a copy between host and device is one that the host does not wait for."""
-    asked = bool(kwargs.get("non_blocking")) or (name == "copy_" and len(args) > 2 and bool(args[2]))
-    return asked and (out if source.is_cuda else source).is_pinned()
+    flags = [x for x in args if isinstance(x, bool)]  # the first one is `non_blocking`
+    return bool(kwargs.get("non_blocking") or (flags and flags[0])) and (out if source.is_cuda else source).is_pinned()
 
 
 @contextlib.contextmanager

@@ -13,12 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.gpu_check import kernels
+from bench.gpu_check import kernels, sampling
 from bench.gpu_check.claims import claims
 from bench.gpu_check.parity import compare, tiny_model
 from bench.gpu_check.rows import ROWS, TOTAL_SECONDS
-from bench.gpu_check.table import _KILL_SECONDS, Line, Row, Setup, Skip, Table, check
+from bench.gpu_check.steps import idle_share
+from bench.gpu_check.table import _KILL_SECONDS, Line, Row, Setup, Skip, Table, check, machine
+from bench.gpu_check.waits import count_waits
 from kernels.attention.reference import ReferenceBackend
+from kernels.device import Download
+from tests.support import output_of
 
 REDUCED = Setup(reduced=True)
 ON_CPU = Setup(reduced=True, device="cpu")
@@ -177,3 +181,70 @@ def test_an_operation_that_is_off_by_more_than_its_roundings_is_found() -> None:
 def test_ids_are_compared_with_those_of_transformers(tmp_path: Path) -> None:
     prompts = [[8 + 7 * i % 250 for i in range(n)] for n in (40, 5)]
     assert "ids equal" in compare(REDUCED, lambda: tiny_model(tmp_path, "llama"), "float32", prompts, 3)
+
+
+def test_ids_that_a_rounding_explains_pass_and_other_ids_are_found() -> None:
+    with machine(REDUCED):
+        assert "12 of 12 draws equal" in sampling._compare(REDUCED, torch.float32)
+    logits, tokens = torch.zeros(1, 300), [1, 2, 3, 4, 5]
+    logits[0, [7, 8]] = torch.tensor([5.0, 5.0 * (1 - 1e-7)])
+    assert sampling._neighbours(logits[0], tokens, 0, ["greedy"]) == {7, 8}
+    logits[0, 8] = 4.9
+    assert sampling._neighbours(logits[0], tokens, 0, ["greedy"]) == {7}
+
+
+def test_waits_are_counted_by_kind_and_asynchronous_copies_are_none() -> None:
+    with machine(REDUCED):
+        x = torch.ones(3, device="cuda")
+        with count_waits(REDUCED) as found:
+            torch.ones(3).pin_memory().to("cuda", non_blocking=True)
+            Download(x).wait()
+        assert found == {"event": 1}
+        with count_waits(REDUCED) as found:
+            x.sum().item()
+            torch.ones(3).to("cuda")
+            x.nonzero()
+        assert found == {"item": 1, "copy": 1, "nonzero": 1}
+
+
+def test_the_idle_share_counts_time_that_no_kernel_covers_once() -> None:
+    assert idle_share([]) is None
+    assert idle_share([(0, 10)]) == 0
+    assert idle_share([(5, 10), (0, 6), (15, 20), (16, 18)]) == pytest.approx(0.25)
+
+
+# ── the script ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+BARE = (
+    "structlog",
+    "llguidance",
+    "orjson",
+    "gguf",
+    "pydantic",
+    "pydantic_settings",
+    "redis",
+    "typer",
+    "prometheus_client",
+)
+"""Packages of the worker that a machine with torch, Triton and transformers may lack."""
+BLOCK = f"""
+import importlib.machinery
+find = importlib.machinery.PathFinder.find_spec
+def hidden(name, *args, **kwargs):
+    return None if name.partition(".")[0] in {BARE!r} else find(name, *args, **kwargs)
+importlib.machinery.PathFinder.find_spec = staticmethod(hidden)
+"""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("rows", ["4,12", pytest.param("", marks=pytest.mark.slow)])
+def test_the_script_runs_without_the_packages_of_the_worker(rows: str, tmp_path: Path) -> None:
+    """In its reduced form; without `rows` all of it, which takes minutes."""
+    (tmp_path / "sitecustomize.py").write_text(BLOCK)
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "0"}
+    command = [SCRIPT, "--cpu", "--json", tmp_path / "t.json", *(["--rows", rows] if rows else [])]
+    shown = output_of(command, env=environment, timeout=900)
+    assert "not needed here: structlog, llguidance, orjson, gguf" in shown
+    found = json.loads((tmp_path / "t.json").read_text())
+    assert (found["reduced"], found["failed"]) == (True, [])
+    assert {line["row"] for line in found["lines"]} == (set(rows.split(",")) if rows else {row.number for row in ROWS})
