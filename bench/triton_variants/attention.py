@@ -24,7 +24,7 @@ def calls(capability: tuple[int, int]) -> Calls:
     for dtype, shapes in _SHAPES.items():
         for shape in shapes:
             group, _, dim = shape
-            short, long = tiles(dtype, dim, group)
+            short, long = tiles(dtype, dim, group, capability=capability)
             common = (dtype, dim, group) == (torch.bfloat16, 128, 4)
             for tile, splits, kind in ((short, 4, "split"), (short, 1, "whole"), (long, 1, "long")):
                 if kind == "long" and long == short:

@@ -60,7 +60,8 @@ class TritonBackend(PlainBackend):
             raise ValueError(f"the triton backend has no {spec.dtype}, only float16, bfloat16 and float32")
         if spec.head_dim % 2 or not 2 <= spec.head_dim <= _MAX_DIM:
             raise ValueError(f"the triton backend runs even head sizes up to {_MAX_DIM}")
-        if spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) < _CAPABILITY:
+        self._capability = torch.cuda.get_device_capability(spec.device) if spec.device.type == "cuda" else (9, 0)
+        if self._capability < _CAPABILITY:
             raise ValueError("the triton backend needs a GPU of compute capability 8.0 (Ampere) or newer")
         self._attention, self._write = _kernels()
         self._of: AttentionBatch | None = None
@@ -168,7 +169,8 @@ class TritonBackend(PlainBackend):
 
     def _tiles(self, heads: int) -> tuple[Tile, Tile]:
         """Return the tile of short pieces and that of longer pieces."""
-        short, long = self._attention.tiles(self.spec.dtype, self.spec.head_dim, heads // self.spec.num_kv_heads)
+        group = heads // self.spec.num_kv_heads
+        short, long = self._attention.tiles(self.spec.dtype, self.spec.head_dim, group, capability=self._capability)
         return (short, short) if self.spec.batch_invariant else (short, long)
 
     def _enter(self, batch: AttentionBatch, heads: int) -> _Call:

@@ -59,18 +59,28 @@ class Tile:
         return self.rows // group
 
 
-def tiles(dtype: torch.dtype, dim: int, group: int, *, invariant: bool = False) -> tuple[Tile, Tile]:
+def tiles(
+    dtype: torch.dtype, dim: int, group: int, *, invariant: bool = False, capability: tuple[int, int] = (9, 0)
+) -> tuple[Tile, Tile]:
     """Return the tile of decodes and other short pieces, and that of longer pieces.
 
     Tiles of 16 rows compile to other matrix instructions than those of 64 or more, so a token has other bits as a
     decode than in a prefill. With `invariant` both are the same tile, at the price of a slower prefill.
+
+    Args:
+        dtype: of queries, keys and values.
+        dim: head size.
+        group: query heads that share a KV head.
+        invariant: see above.
+        capability: of the GPU; before 9.0 a tile of 128 rows has too few registers.
     """
     rows, wide = max(16, triton.next_power_of_2(group)), dim > 128
     narrow = dtype != torch.float32
-    short = Tile(rows, 32 if wide else 64, SEGMENT, warps=4 if narrow and rows == 16 else 8, stages=3)
+    short = Tile(rows, 32 if wide else 64, SEGMENT, warps=4 if narrow and rows == 16 and not wide else 8, stages=3)
     if invariant or not narrow:
         return short, short
-    return short, Tile(max(64 if wide else 128, rows), 32 if wide else 64, WHOLE, warps=8, stages=3)
+    tall = 128 if capability >= (9, 0) and not wide else 64
+    return short, Tile(max(tall, rows), 32 if wide else 64, WHOLE, warps=8, stages=3)
 
 
 @triton.jit
@@ -371,7 +381,9 @@ def attend(
             partial = torch.empty(lines * (dim + 2), dtype=torch.float32, device=q.device)
         target, stats = partial[: lines * dim], partial[lines * dim : lines * (dim + 2)]
     # Multiplications and additions stay apart, so that the merge has the same bits in both kernels.
-    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+    if not split:  # otherwise ptxas spills a few registers, so that more programs fit an SM
+        options["maxnreg"] = 255
     launch(
         _attend, (items * kv_heads, splits),
         q, k, v, target, stats, lengths.tables, lengths.places, lengths.contexts, lengths.starts, work,
