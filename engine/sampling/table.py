@@ -114,20 +114,6 @@ class Table:
 
     @classmethod
     def of(cls, rows: Seq[Row], fixed: Seq[Fixed], device: torch.device) -> Table:
-        floats = torch.tensor([one.floats for one in fixed], dtype=torch.float32).view(-1, 6).T.contiguous()
-        floats[2].log_()
-        sizes = np.array([len(one.bias) for one in fixed], dtype=np.int64)
-        parts = [
-            *floats.numpy().view(np.int32),
-            np.array([one.top_k for one in fixed], dtype=np.int32),
-            np.array([one.flags for one in fixed], dtype=np.int32),
-            starts(sizes),
-            np.repeat(np.arange(len(rows)), sizes),
-            _joined([one.bias_ids for one in fixed]),
-            _joined([one.bias.view(np.int32) for one in fixed]),
-        ]
-        sent = dict(zip(_FIXED, send_together(parts, device), strict=True))
-        columns = {name: part.view(torch.float32) if name in _FP32 else part for name, part in sent.items()}
         return cls(
             rows=tuple(fixed),
             seeds=np.array([row.noise_seed & (1 << 64) - 1 for row in rows], dtype=np.uint64),
@@ -137,12 +123,12 @@ class Table:
             banning=_where(one.bans for one in fixed),
             matching=_where(row.matcher is not None for row in rows),
             wanted=_where(row.params.logprobs is not None for row in rows),
-            biased=bool(sizes.any()),
+            biased=any(len(one.bias) for one in fixed),
             plain=all(
                 one.flags == 0 and not (one.bans or one.penalised or len(one.bias)) and row.params.logprobs is None
                 for row, one in zip(rows, fixed, strict=True)
             ),
-            columns=columns,
+            columns=_columns(fixed, device),
         )
 
 
@@ -206,6 +192,24 @@ class Step:
             bits=bits.view(self.bits.shape), drawn=table.drawn, edited=self.edits(table),
         )  # fmt: skip
         return choices, wanted, tokens
+
+
+def _columns(fixed: Seq[Fixed], device: torch.device) -> dict[str, Tensor]:
+    """Upload what stays as long as the rows; return `Table.columns`."""
+    floats = torch.tensor([one.floats for one in fixed], dtype=torch.float32).view(-1, 6).T.contiguous()
+    floats[2].log_()
+    sizes = np.array([len(one.bias) for one in fixed], dtype=np.int64)
+    parts = [
+        *floats.numpy().view(np.int32),
+        np.array([one.top_k for one in fixed], dtype=np.int32),
+        np.array([one.flags for one in fixed], dtype=np.int32),
+        starts(sizes),
+        np.repeat(np.arange(len(fixed)), sizes),
+        _joined([one.bias_ids for one in fixed]),
+        _joined([one.bias.view(np.int32) for one in fixed]),
+    ]
+    sent = dict(zip(_FIXED, send_together(parts, device), strict=True))
+    return {name: part.view(torch.float32) if name in _FP32 else part for name, part in sent.items()}
 
 
 def _bans(table: Table, rows: Seq[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
