@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.engine.devices import device_engine
 from tests.engine.stub import expect_short_outputs
 from tests.engine.test_model import ask, finish, prompts
 from tests.models.tiny import FUSED, STOCK, build_case
+from tests.pretend_gpu import pretend_gpu
 
 NAMES = ("llama", "qwen3-windows", "llama-biases-forced")
 CASES = {case.name: case for case in FUSED + STOCK if case.name in NAMES}
@@ -130,3 +132,27 @@ def test_more_changed_table_entries_than_fit_into_a_step_go_up_apart(
     want = results(build(paths["llama"]), crowd())
     engine, _ = device_engine(paths["llama"], "cpu")
     assert results(engine, crowd()) == want
+
+
+def test_a_place_may_be_given_away_while_a_step_with_it_is_in_flight(
+    paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU as late as it may be. A stop is seen one step late: that step still has a row of the ended sequence."""
+    asked = [
+        ask(f"r{i}", p, 12, temperature=1.0, seed=i, stop_token_ids=frozenset(range(160)))
+        for i, p in enumerate(prompts(300, [3, 9, 7, 5] * 3, seed=8))
+    ]
+    want = results(build(paths["llama"]), asked)
+    with pretend_gpu(total=1 << 30):
+        engine, runner = device_engine(paths["llama"], "cuda", overlap=True, max_num_seqs=2)
+        owners: list[dict[int, int]] = [{}]
+        forward = runner._forward
+
+        def noted(step: Any) -> Any:
+            owners.append(dict(zip(step.places.tolist(), (seq.uid for seq in step.seqs), strict=True)))
+            return forward(step)
+
+        monkeypatch.setattr(runner, "_forward", noted)
+        assert results(engine, asked) == want
+    handed_on = [1 for a, b in pairwise(owners) for place in a if b.get(place, a[place]) != a[place]]
+    assert handed_on
