@@ -71,6 +71,7 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
     runner = _runner(loaded, backend, config, host, pool)
     if checks is not None and memory is not None:
         config = _prepared(runner, config, cache, loaded, backend, checks, memory, model)
+    loaded.serving.overlap = bool(config.overlap)
     engine = _engine(config, runner, loaded, backend)
     taken = pool.nbytes + (0 if cache.swap_file else runner.host.nbytes)
     _warn(loaded, config, taken, available)

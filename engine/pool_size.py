@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -140,6 +141,8 @@ def measured_bytes(
         if cache.cuda_graphs and isinstance(runner, DeviceRunner):
             memory.measure_graphs(partial(capture_largest, runner))
         del runner
+        gc.collect()  # its parts refer to each other, and the collector may be off while a worker loads
+        torch.cuda.empty_cache()
     log.info("memory_measured", **memory.fields())
     if memory.room < backend.block_bytes:
         raise memory.refusal(loaded.name, missing, hints())

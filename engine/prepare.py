@@ -52,14 +52,14 @@ def prepare(
         runner.graphs.disable(OFF)
     serving = loaded.serving
     serving.graphs, serving.graphs_reason = runner.graphs.count, runner.graphs.reason or ""
-    serving.overlap = bool(config.overlap)
-    if serving.overlap:
+    overlap = bool(config.overlap)
+    if overlap:
         wrong = attempt("overlap", partial(check_overlap, make, loaded.tokenizer.size))
         if wrong is not None:
-            serving.overlap = False
+            overlap = False
             checks.replace("overlap", wrong, "one step after the other")
     checks.finish()
-    return serving.overlap
+    return overlap
 
 
 def _show_invariance(runner: DeviceRunner, loaded: LoadedModel) -> None:

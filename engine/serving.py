@@ -29,12 +29,11 @@ class Serving:
 
     def facts(self) -> dict[str, str | int]:
         """Return the fields of `worker_ready` and of `worker:<name>`."""
-        found: dict[str, str | int] = {"attention": self.attention}
+        found: dict[str, str | int] = {"attention": self.attention, "overlap": "on" if self.overlap else "off"}
         if not self.gpu:
             return found
         found |= {
             "gpu": self.gpu,
-            "overlap": "on" if self.overlap else "off",
             "cuda_graphs": self.graphs or f"off: {self.graphs_reason or 'not captured'}",
         }
         if self.fallbacks:

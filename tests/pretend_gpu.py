@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from transformers.generation import GenerationMixin  # noqa: F401 - it makes a type of torch.cuda.Event when imported
 
 from tests.pretended.gpu import Gpu, Wait
 from tests.pretended.graphs import CudaGraph, capture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ import pytest
 import structlog
 import torch
 
+import engine.build
 from engine.build import CacheOptions, build_engine
 from engine.config import EngineConfig, ModelOptions
+from engine.device_runner import DeviceRunner
 from engine.engine import Engine
 from engine.models.loading import LoadedModel
 from engine.request import Request
@@ -153,6 +157,31 @@ def test_the_pool_takes_what_weights_and_the_largest_step_leave_of_the_share(pat
     assert measured["step_mib"] > 0
     assert pool.numel() > 0.5 * total, "the pool takes what is left"
     assert peak <= 0.9 * total, "and steps fit beside it"
+
+
+def test_the_runner_that_was_measured_is_freed_before_the_pool_is_allocated(
+    paths: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runners = []
+    init, allocate = DeviceRunner.__init__, engine.build.host_pieces
+
+    def noted(self: DeviceRunner, *args: Any, **options: Any) -> None:
+        runners.append(weakref.ref(self))
+        init(self, *args, **options)
+
+    def checked(*args: Any) -> Any:
+        assert [runner() for runner in runners] == [None]
+        return allocate(*args)
+
+    monkeypatch.setattr(DeviceRunner, "__init__", noted)
+    monkeypatch.setattr("engine.build.host_pieces", checked)
+    gc.disable()  # as a worker does while it loads
+    try:
+        with pretend_gpu():
+            build(paths(CASES["llama"]), "cuda", blocks=None)
+    finally:
+        gc.enable()
+    assert len(runners) == 2
 
 
 def test_compiled_kernels_keep_their_hands_off_the_device() -> None:

@@ -337,7 +337,7 @@ def test_overlapped_steps_that_give_other_ids_are_turned_off(path: str, monkeypa
 def test_nothing_is_checked_on_a_cpu(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck, "SelfCheck", None)
     _, loaded = build_engine(ModelOptions(path, device="cpu", dtype="float32"), EngineConfig(), CacheOptions(64))
-    assert loaded.serving.facts() == {"attention": loaded.serving.attention}
+    assert loaded.serving.facts() == {"attention": loaded.serving.attention, "overlap": "off"}
     assert loaded.serving.attention in ("cpu", "reference")
 
 
