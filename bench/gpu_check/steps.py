@@ -95,7 +95,7 @@ def _batch(setup: Setup, engine: Engine, shape: Shape, count: int, copy: float) 
     length = setup.pick(_PROMPT, 8)
     every = len(MODES) * (steps + warm + profiled) + 3
     for i, prompt in enumerate(models.prompts(count, length)):
-        engine.add(models.greedy(f"{count}-{i}", prompt, every + 100))
+        engine.add(models.greedy(f"{count}-{i}", prompt, every + setup.pick(100, 20)))
     set_mode(engine, "eager")
     while engine.stats().waiting:
         engine.step()
