@@ -143,10 +143,11 @@ def _measure(setup: Setup, engine: Engine, warm: int, steps: int, profiled: int)
         begun = time.perf_counter()
         for _ in range(steps):
             engine.step()
+        host = time.perf_counter() - begun - waited
         torch.cuda.synchronize()
         seconds = time.perf_counter() - begun
     idle = None if setup.reduced else _idle(lambda: [engine.step() for _ in range(profiled)])
-    return Measured(seconds / steps, (seconds - waited) / steps, idle)
+    return Measured(seconds / steps, host / steps, idle)
 
 
 def _idle(run: Callable[[], Any]) -> float | None:

@@ -245,14 +245,14 @@ importlib.machinery.PathFinder.find_spec = staticmethod(hidden)
 """
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2700)
 @pytest.mark.parametrize("rows", ["4,12", pytest.param("", marks=pytest.mark.slow)])
 def test_the_script_runs_without_the_packages_of_the_worker(rows: str, tmp_path: Path) -> None:
     """In its reduced form; without `rows` all of it, which takes minutes."""
     (tmp_path / "sitecustomize.py").write_text(BLOCK)
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "0"}
     command = [SCRIPT, "--cpu", "--json", tmp_path / "t.json", *(["--rows", rows] if rows else [])]
-    shown = output_of(command, env=environment, timeout=900)
+    shown = output_of(command, env=environment, timeout=2700)
     assert "not needed here: structlog, llguidance, orjson, gguf" in shown
     found = json.loads((tmp_path / "t.json").read_text())
     assert (found["reduced"], found["failed"]) == (True, [])
