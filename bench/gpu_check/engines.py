@@ -49,12 +49,23 @@ def _engine(setup: Setup, dtype: torch.dtype, **limits: Any) -> tuple[Engine, Lo
 
 def start(setup: Setup) -> Iterator[Line]:
     """Row 3c: yield whether the worker's own check at start found every kernel, the graphs and overlap right."""
-    for dtype in setup.pick((torch.bfloat16, torch.float16, torch.float32), (torch.float32,)):
-        yield check(f"check at start {str(dtype).removeprefix('torch.')}", partial(_start, setup, dtype))
+    kinds: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+        "bfloat16": (torch.bfloat16, {}),
+        "float16": (torch.float16, {}),
+        "float32": (torch.float32, {}),
+        "bfloat16, batch-invariant": (torch.bfloat16, {"batch_invariant": True}),
+        "bfloat16, int8": (torch.bfloat16, {"quantize": "int8"}),
+        "bfloat16, fp8": (torch.bfloat16, {"quantize": "fp8"}),
+    }
+    for name in setup.pick(tuple(kinds), ("float32",)):
+        yield check(f"check at start {name}", partial(_start, setup, *kinds[name]))
 
 
-def _start(setup: Setup, dtype: torch.dtype) -> str:
-    engine, loaded = _engine(setup, dtype, max_num_seqs=setup.pick(128, 2), checked=True)
+def _start(setup: Setup, dtype: torch.dtype, precision: dict[str, Any]) -> str:
+    model = models.random_model(setup, setup.pick("small", "tiny"), dtype, **precision)
+    engine, loaded = models.build(setup, model, attention="triton", max_num_seqs=setup.pick(32, 2), checked=True)
+    if precision.get("batch_invariant") and not loaded.batch_invariant:
+        raise ValueError("the worker does not report batch_invariant")
     fallbacks = loaded.serving.fallbacks
     if fallbacks:
         raise ValueError("; ".join(f"{part} fell back: {reason}" for part, reason in fallbacks.items()))

@@ -53,12 +53,13 @@ SHAPES = {
     shape.name: shape
     for shape in (
         Shape("tiny", 32, 64, 2, 2, 1, 16, 320, True),
+        Shape("small", 512, 1024, 2, 8, 2, 64, 8192, False),
         Shape("135M", 576, 1536, 30, 9, 3, 64, 49152, True),
         Shape("1B", 2048, 8192, 16, 32, 8, 64, 128256, True),
         Shape("8B", 4096, 14336, 32, 32, 8, 128, 128256, False),
     )
 }
-"""The demo model's shape, and those of Llama 3.2 1B and Llama 3.1 8B."""
+"""Two that are quick to check, the demo model's, and those of Llama 3.2 1B and Llama 3.1 8B."""
 
 
 class RandomTensors:
@@ -97,16 +98,37 @@ class Ids:
         return bytes([97 + token % 26])
 
 
-def random_model(setup: Setup, name: str, dtype: torch.dtype | None = None) -> LoadedModel:
-    """Draw the weights of a model on the device; `dtype` None: bf16, or fp32 in the reduced form."""
+def random_model(
+    setup: Setup, name: str, dtype: torch.dtype | None = None, *, quantize: str = "none", batch_invariant: bool = False
+) -> LoadedModel:
+    """Draw the weights of a model on the device.
+
+    Args:
+        setup: the GPU, real or pretended.
+        name: one of `SHAPES`.
+        dtype: None: bf16, or fp32 in the reduced form.
+        quantize, batch_invariant: as in `ModelOptions`.
+
+    Raises:
+        Skip: this GPU has no such products.
+    """
+    from engine.config import ModelOptions
     from engine.models.config import DecoderConfig
     from engine.models.decoder import Decoder
     from engine.models.generation import GenerationDefaults
     from engine.models.loading import LoadedModel
     from engine.models.parameters import build_parameters
+    from engine.models.precision import check_precision, precision_of
     from engine.models.rope import rotary_table
+    from engine.models.weights import LoadError
 
     shape, device = SHAPES[name], setup.device
+    options = ModelOptions(name, quantize=cast(Any, quantize), batch_invariant=batch_invariant)
+    try:
+        check_precision(options, torch.device(device))
+    except LoadError as reason:
+        raise Skip(str(reason)) from reason
+    precision = precision_of(options)
     dtype = dtype or setup.pick(torch.bfloat16, torch.float32)
     longest: int = setup.pick(MAX_MODEL_LEN, 64)
     config = DecoderConfig(
@@ -124,7 +146,7 @@ def random_model(setup: Setup, name: str, dtype: torch.dtype | None = None) -> L
         tied=shape.tied,
     )
     tensors = RandomTensors(shape, dtype, device)
-    parameters = build_parameters(config, _Tied(tensors) if shape.tied else tensors)
+    parameters = build_parameters(config, _Tied(tensors) if shape.tied else tensors, precision)
     frequencies = 5e5 ** (-torch.arange(0, shape.dim, 2).float() / shape.dim)
     cos, sin = rotary_table(frequencies, 1.0, longest, shape.dim // 2)
     tables = [(cos.to(device), sin.to(device))]
@@ -142,6 +164,8 @@ def random_model(setup: Setup, name: str, dtype: torch.dtype | None = None) -> L
         implementation_reason="",
         cache_shape=(shape.layers, shape.kv_heads, shape.dim),
         num_heads=shape.heads,
+        decoder=config,
+        precision=precision,
         make=lambda backend: Decoder(config, parameters, tables, backend),
     )
 
@@ -199,7 +223,9 @@ def build(
     path = model if isinstance(model, str) else model.name
     limits.setdefault("max_num_batched_tokens", setup.pick(2048, 16))
     device, kind = cast(Any, setup.device), cast(Any, dtype)
-    options = ModelOptions(path, device=device, dtype=kind, max_model_len=setup.pick(1024, 64))
+    invariant = not isinstance(model, str) and model.precision.batch_invariant
+    longest = setup.pick(1024, 64)
+    options = ModelOptions(path, device=device, dtype=kind, max_model_len=longest, batch_invariant=invariant)
     cache = CacheOptions(memory_bytes=setup.pick(pool, 4 << 20), attention=attention)
     with contextlib.ExitStack() as stack:
         if not isinstance(model, str):

@@ -9,7 +9,7 @@ ROWS = (
     Row("2", "errors against fp64", 30, "kernels:errors"),
     Row("3", "bits of attention", 20, "kernels:bits"),
     Row("3b", "ids of transformers", 30, "parity:parity", pretends=False),
-    Row("3c", "the worker's own check", 30, "engines:start"),
+    Row("3c", "the worker's own check", 45, "engines:start"),
     Row("4", "ids of the sampler", 25, "sampling:sampler"),
     Row("5", "graphs against eager steps", 30, "engines:graphs"),
     Row("6", "overlap against none", 25, "engines:overlap"),

@@ -95,7 +95,7 @@ def _batch(setup: Setup, engine: Engine, shape: Shape, count: int, copy: float) 
     length = setup.pick(_PROMPT, 8)
     every = len(MODES) * (steps + warm + profiled) + 3
     for i, prompt in enumerate(models.prompts(count, length)):
-        engine.add(models.greedy(f"{count}-{i}", prompt, every + 100))
+        engine.add(models.greedy(f"{count}-{i}", prompt, every + setup.pick(100, 20)))
     set_mode(engine, "eager")
     while engine.stats().waiting:
         engine.step()
@@ -143,10 +143,11 @@ def _measure(setup: Setup, engine: Engine, warm: int, steps: int, profiled: int)
         begun = time.perf_counter()
         for _ in range(steps):
             engine.step()
+        host = time.perf_counter() - begun - waited
         torch.cuda.synchronize()
         seconds = time.perf_counter() - begun
     idle = None if setup.reduced else _idle(lambda: [engine.step() for _ in range(profiled)])
-    return Measured(seconds / steps, (seconds - waited) / steps, idle)
+    return Measured(seconds / steps, host / steps, idle)
 
 
 def _idle(run: Callable[[], Any]) -> float | None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.gpu_check import kernels, sampling
+from bench.gpu_check import kernels, models, sampling
 from bench.gpu_check.claims import claims
 from bench.gpu_check.parity import compare, tiny_model
 from bench.gpu_check.rows import ROWS, TOTAL_SECONDS
@@ -193,6 +193,15 @@ def test_ids_that_a_rounding_explains_pass_and_other_ids_are_found() -> None:
     assert sampling._neighbours(logits[0], tokens, 0, ["greedy"]) == {7}
 
 
+def test_a_random_model_has_the_precision_that_is_asked_for_or_is_skipped_with_the_reason() -> None:
+    plain = models.random_model(ON_CPU, "tiny")
+    assert (plain.num_heads, plain.precision.batch_invariant) == (2, False)
+    assert models.random_model(ON_CPU, "tiny", batch_invariant=True).precision.batch_invariant
+    assert models.random_model(ON_CPU, "tiny", quantize="int8").precision.quantize == torch.int8
+    with pytest.raises(Skip, match="fp8 needs a GPU"):
+        models.random_model(ON_CPU, "tiny", quantize="fp8")
+
+
 def test_waits_are_counted_by_kind_and_asynchronous_copies_are_none() -> None:
     with machine(REDUCED):
         x = torch.ones(3, device="cuda")
@@ -236,14 +245,14 @@ importlib.machinery.PathFinder.find_spec = staticmethod(hidden)
 """
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2700)
 @pytest.mark.parametrize("rows", ["4,12", pytest.param("", marks=pytest.mark.slow)])
 def test_the_script_runs_without_the_packages_of_the_worker(rows: str, tmp_path: Path) -> None:
     """In its reduced form; without `rows` all of it, which takes minutes."""
     (tmp_path / "sitecustomize.py").write_text(BLOCK)
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "0"}
     command = [SCRIPT, "--cpu", "--json", tmp_path / "t.json", *(["--rows", rows] if rows else [])]
-    shown = output_of(command, env=environment, timeout=900)
+    shown = output_of(command, env=environment, timeout=2700)
     assert "not needed here: structlog, llguidance, orjson, gguf" in shown
     found = json.loads((tmp_path / "t.json").read_text())
     assert (found["reduced"], found["failed"]) == (True, [])
