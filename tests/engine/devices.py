@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +19,14 @@ from kernels.attention import get_backend
 
 
 def device_engine(
-    path: str, device: str, *, attention: str = "reference", backend: str = "auto", slots: int = 0, **limits: Any
+    path: str,
+    device: str,
+    *,
+    attention: str = "reference",
+    backend: str = "auto",
+    slots: int = 0,
+    precision: Mapping[str, Any] = MappingProxyType({}),
+    **limits: Any,
 ) -> tuple[Engine, DeviceRunner]:
     """Return an engine, over a pool of NaN, and its runner.
 
@@ -27,9 +36,10 @@ def device_engine(
         attention: the attention backend.
         backend: that of the model.
         slots: blocks of the host tier, which is in two pieces.
+        precision: more fields of `ModelOptions`.
         limits: fields of `EngineConfig`.
     """
-    loaded = load_model(ModelOptions(path, device=device, dtype="float32", backend=backend))
+    loaded = load_model(ModelOptions(path, device=device, dtype="float32", backend=backend, **precision))
     config = EngineConfig(
         **{"block_size": 4, "num_blocks": 96, "max_num_batched_tokens": 64, "overlap": False, **limits},
         host_slots=slots,
