@@ -129,9 +129,10 @@ class Pipeline:
         self._scheduler.settled(flight.plan)
         for seq, found in zip(flight.prompts, sampled.prompt_logprobs, strict=True):
             seq.prompt_logprobs += found
+        take = self._take
         for seq, token, logprobs in zip(flight.sampling, sampled.token_ids, sampled.logprobs, strict=True):
             if seq.finish_reason is None:
-                self._take(seq, token, logprobs)
+                take(seq, token, logprobs)
 
     def _take(self, seq: Sequence, token: int | None, logprobs: TokenLogprobs | None) -> None:
         """Append a sampled id to its sequence, send the new text, and end the sequence if its text ends."""

@@ -11,6 +11,8 @@ from engine.sequence import RequestState, Sequence
 Copies = tuple[tuple[int, int], ...]
 """(source, target) of each copy of a block."""
 
+_NO_ROWS = range(0)
+
 
 class Slice(NamedTuple):
     """Compute the tokens `[start, start + num_tokens)` of a sequence."""
@@ -32,8 +34,8 @@ class Slice(NamedTuple):
     def prompt_rows(self) -> range:
         """The positions in this slice whose logits give the logprob of the next prompt id, where requested."""
         seq = self.seq
-        if not seq.wants_prompt_logprobs:
-            return range(0)
+        if self.start >= seq.num_prompt_tokens - 1 or not seq.wants_prompt_logprobs:
+            return _NO_ROWS
         return range(
             max(self.start, len(seq.prompt_logprobs) - 1), min(self.start + self.num_tokens, seq.num_prompt_tokens - 1)
         )

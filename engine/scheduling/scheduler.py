@@ -337,29 +337,27 @@ class Scheduler:
 
     def launched(self, plan: Plan) -> None:
         """Record that the forward pass was launched: tokens count as computed, sampled ids are pending, forks run."""
-        for piece in plan.slices:
-            seq = piece.seq
-            seq.num_computed_tokens = piece.start + piece.num_tokens
+        for seq, start, count, samples, forks in plan.slices:
+            seq.num_computed_tokens = start + count
             if seq.num_cached_tokens is None:
-                seq.num_cached_tokens = piece.start
+                seq.num_cached_tokens = start
                 self.prefix_queries += seq.num_prompt_tokens
-                self.prefix_hits += piece.start
-            if piece.samples:
+                self.prefix_hits += start
+            if samples:
                 seq.num_pending += 1
                 if self.children and seq in self.children:
-                    self._fork(seq, piece.forks)
+                    self._fork(seq, forks)
         self.budget = min(self.config.max_num_batched_tokens, self.budget + max(1, self.budget // 16))
 
     def settled(self, plan: Plan) -> None:
         """Record that the sampled ids are known, before they are appended; full blocks become findable."""
         size = self.config.block_size
-        for piece in plan.slices:
-            seq = piece.seq
-            if piece.samples:
+        for seq, start, count, samples, forks in plan.slices:
+            if samples:
                 seq.num_pending -= 1
-                for fork in piece.forks:
+                for fork in forks:
                     fork.num_pending -= 1
-            done, full = piece.start // size, (piece.start + piece.num_tokens) // size
+            done, full = start // size, (start + count) // size
             if done < full <= len(seq.block_table):  # a sequence that has ended or was preempted has no blocks
                 self.blocks.register(seq, done, full)
                 self.waiting.computed(self.blocks.block_hash(seq, i) for i in range(done, full))

@@ -167,6 +167,28 @@ def test_preempted_requests_equal_transformers(
     assert (stats.preemptions_swap if swap else stats.preemptions_recompute) > 0
 
 
+@pytest.mark.parametrize("swap", [0, 1 << 20])
+def test_a_step_in_flight_changes_no_output_of_a_model(
+    model: Callable[[Case], tuple[str, Reference]], swap: int
+) -> None:
+    path, _ = model(FUSED[0])
+    params: list[dict[str, Any]] = [
+        {"logprobs": 2, "prompt_logprobs": 1},
+        {"temperature": 0.8, "seed": 7, "top_p": 0.9, "n": 2},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.2},
+        {"temperature": 1.2, "seed": 8, "top_k": 20, "min_tokens": 4},
+    ]
+    asked = [ask(f"r{i}", p, 30, **params[i]) for i, p in enumerate(prompts(300, [9, 14, 6, 11], seed=5))]
+    outputs = []
+    for overlap in (False, True):
+        engine = make(path, blocks=20, swap=swap, overlap=overlap, max_num_batched_tokens=16)
+        expect_short_outputs(engine)
+        outputs.append({name: last.choices for name, last in finish(engine, *asked).items()})
+        stats = engine.stats()
+        assert (stats.preemptions_swap if swap else stats.preemptions_recompute) > 0
+    assert outputs[0] == outputs[1]
+
+
 # ── batch invariance ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
