@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from transformers.generation import GenerationMixin  # noqa: F401 - it makes a type of torch.cuda.Event when imported
 
 from tests.pretended.gpu import Gpu, Wait
@@ -30,6 +31,7 @@ from tests.pretended.triton import triton_on
 __all__ = ["Gpu", "GpuTensor", "Wait", "pretend_gpu"]
 
 _TOTAL = 1 << 25
+_device_constructors()  # keeps the first `torch.tensor` that it sees, which must not be the one in the place of torch's
 
 
 def _tensor(real: Callable[..., Tensor]) -> Callable[..., Tensor]:

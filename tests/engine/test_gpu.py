@@ -72,7 +72,13 @@ def build(
     **config: Any,
 ) -> tuple[Engine, LoadedModel]:
     return build_engine(
-        ModelOptions(path, device=device, dtype=dtype, backend=config.pop("backend", "auto")),
+        ModelOptions(
+            path,
+            device=device,
+            dtype=dtype,
+            backend=config.pop("backend", "auto"),
+            quantize=config.pop("quantize", "none"),
+        ),
         EngineConfig(**{"block_size": 0, "max_num_batched_tokens": 64, **config}),
         CacheOptions(num_blocks=blocks, swap_bytes=swap, cuda_graphs=graphs),
     )

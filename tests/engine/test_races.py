@@ -83,6 +83,26 @@ def test_random_arrivals_cancels_and_preemptions_give_the_ids_of_the_cpu(
     assert sum(done.outcome is Outcome.SUCCEEDED for done in got.values()) > 10
 
 
+def test_a_device_that_is_full_for_a_while_changes_no_id(path: str) -> None:
+    asked = [ask(f"r{i}", p, 12) for i, p in enumerate(prompts(300, [20, 40, 6, 33], seed=5))]
+    want = play(build(path, "cpu")[0], asked).ids
+    with pretend_gpu(stand_ins=True) as gpu:
+        engine, _ = engine_on_gpu(path, overlap=True, graphs=True, max_num_batched_tokens=32)
+        for one in asked[:2]:
+            engine.add(one)
+        finished = [done for _ in range(3) for done in engine.step().finished]
+        for one in asked[2:]:
+            engine.add(one)
+        gpu.memory.empty_cache()
+        gpu.memory.others = gpu.memory.free()  # another process takes what is left
+        before = engine.stats().steps
+        finished += engine.step().finished
+        assert engine.stats().steps == before + 1
+        gpu.memory.others = 0
+        finished += play(engine, []).finished.values()
+    assert {done.request_id: [choice.token_ids for choice in done.choices] for done in finished} == want
+
+
 # ── broken on purpose ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engine.models.loading import LoadedModel
@@ -12,13 +14,15 @@ from tests.engine.kinds import KINDS, requests
 from tests.engine.stub import expect_short_outputs
 from tests.engine.test_gpu import CASES, build
 from tests.engine.test_model import ask, prompts
-from tests.models.tiny import Case, build_case
+from tests.models.tiny import FUSED, Case, build_case
 from tests.pretend_gpu import pretend_gpu
+
+(MOE,) = (case for case in FUSED if case.name == "qwen3-moe")
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    cases = [Case("llama", "llama", {"num_hidden_layers": 2}), CASES["qwen3-windows"]]
+    cases = [Case("llama", "llama", {"num_hidden_layers": 2}), CASES["qwen3-windows"], MOE]
     return {case.name: str(build_case(tmp_path_factory.mktemp(case.name), case)) for case in cases}
 
 
@@ -74,3 +78,30 @@ def test_preemptions_wait_for_one_event_a_step(
     assert (stats.preemptions_swap if swap else stats.preemptions_recompute) > 0
     expect_one_event_a_step(got)
     assert got.ids == want.ids
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "int8": {"quantize": "int8"},
+    "fp8": {"quantize": "fp8", "dtype": "bfloat16"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "experts": {"name": "qwen3-moe"},
+    "transformers": {"backend": "transformers"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_precision_and_implementation_waits_for_one_event_a_step(paths: dict[str, str], way: str) -> None:
+    options = {"name": "llama", **WAYS[way]}
+    path = paths[options.pop("name")]
+    kinds = ("greedy", "penalties", "logprobs", "choices")
+    with pretend_gpu(stand_ins=True) as gpu:
+        engine, loaded = engine_on_gpu(path, overlap=True, graphs=True, **options)
+        got = play(engine, [one for kind in kinds for one in requests(kind, loaded)], gpu)
+    expect_one_event_a_step(got)
+    assert got.replays
+    if way in ("float16", "fp8"):  # which no CPU computes
+        assert all(len(ids) == 6 for choices in got.ids.values() for ids in choices)
+    else:
+        engine, loaded = build(path, "cpu", **options)
+        assert got.ids == play(engine, [one for kind in kinds for one in requests(kind, loaded)]).ids
