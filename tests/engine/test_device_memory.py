@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import structlog
 import torch
 
 from engine.config import EngineConfig, ModelOptions
@@ -77,6 +78,31 @@ def test_the_pool_gets_what_weights_peak_and_libraries_leave_of_the_share(card: 
     assert parts == (8 * GIB, 2 * GIB, GIB * 3 // 4)
     assert memory.room == int(0.9 * 24 * GIB) - sum(parts) - GIB // 2
     assert memory.fields()["kv_pool_mib"] == pytest.approx((21.6 - 11.25) * 1024, abs=0.1)
+
+
+def test_graphs_take_one_pool_and_memory_of_the_driver_for_each(card: Any) -> None:
+    gpu = card(24)
+    memory = DeviceMemory(GPU, 0.9)
+
+    def capture() -> tuple[int, int]:
+        gpu.take(1)  # the pool, which all graphs share
+        gpu.others += 4 << 20
+        return 2, 50
+
+    memory.measure_graphs(capture)
+    assert memory.graphs == GIB + (100 << 20)
+
+
+def test_a_worker_beyond_its_share_is_warned_of_unless_its_pool_was_given(card: Any) -> None:
+    gpu = card(24)
+    memory = DeviceMemory(GPU, 0.5)
+    gpu.take(13)
+    with structlog.testing.capture_logs() as logs:
+        memory.check_end(sized=True)
+        assert not logs
+        memory.check_end(sized=False)
+    (entry,) = logs
+    assert (entry["event"], entry["budget_mib"]) == ("gpu_share_exceeded", 12 << 10)
 
 
 def test_a_share_of_which_another_process_holds_a_part_is_refused_with_one_that_fits(card: Any) -> None:
