@@ -51,11 +51,11 @@ def start(setup: Setup) -> Iterator[Line]:
     """Row 3c: yield whether the worker's own check at start found every kernel, the graphs and overlap right."""
     kinds: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
         "bfloat16": (torch.bfloat16, {}),
-        "float16": (torch.float16, {}),
-        "float32": (torch.float32, {}),
         "bfloat16, batch-invariant": (torch.bfloat16, {"batch_invariant": True}),
-        "bfloat16, int8": (torch.bfloat16, {"quantize": "int8"}),
         "bfloat16, fp8": (torch.bfloat16, {"quantize": "fp8"}),
+        "bfloat16, int8": (torch.bfloat16, {"quantize": "int8"}),
+        "float32": (torch.float32, {}),
+        "float16": (torch.float16, {}),
     }
     for name in setup.pick(tuple(kinds), ("float32",)):
         yield check(f"check at start {name}", partial(_start, setup, *kinds[name]))

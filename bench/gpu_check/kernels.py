@@ -20,20 +20,24 @@ from tests.kernels.cache import Cache
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _TANH = 2.0**-11
 """Relative error of the GPU's own tanh (PTX ISA, `tanh.approx.f32`), which flash-attn uses for soft-caps."""
-_OPTIONS: tuple[dict[str, Any], ...] = ({}, {"window": 5}, {"window": 300}, {"softcap": 8.0})
-_SHAPES = ((9, 3, 64), (8, 8, 128), (4, 1, 80), (2, 1, 256))
-"""Query heads, KV heads, head size."""
+_WORK: dict[str, tuple[tuple[tuple[int, int, int], ...], tuple[dict[str, Any], ...]]] = {
+    "bfloat16": (((9, 3, 64), (8, 2, 128)), ({}, {"window": 300})),
+    "float16": (((8, 2, 128),), ({"softcap": 8.0},)),
+    "float32": (((4, 1, 80),), ({}, {"window": 5})),
+}
+"""Dtype → shapes (query heads, KV heads, head size) and options of attention. Each pair takes seconds to compile, so
+they are few; the tests in the interpreter have all of them."""
 _UNITS = 4.0
 """Largest error of a fused operation, in units of the last place of the highest value."""
 
 
 def errors(setup: Setup) -> Iterator[Line]:
     """Row 2: yield the error of every attention backend and of every fused operation, per dtype."""
-    shapes = setup.pick(_SHAPES, ((2, 1, 16),))
     for name in backend_names():
         if not backend_class(name).runs_on(torch.device(setup.device)) or (name == "flash" and setup.pick(False, True)):
             continue
         for dtype in setup.pick(tuple(DTYPES), ("float32",)):
+            shapes = setup.pick(_WORK[dtype][0], ((2, 1, 16),))
             yield check(f"attention {name} {dtype}", partial(attention, setup, name, dtype, shapes))
     for dtype in setup.pick(tuple(DTYPES), ("float32",)):
         for what, test in _fused(setup, DTYPES[dtype]).items():
@@ -65,7 +69,8 @@ def _attention_errors(setup: Setup, name: str, spec: CacheSpec, heads: int) -> I
     cache.run([(s, 0, start) for s, start in enumerate(starts) if start])
     mixed = [(s, start, max(start + 1, lengths[s] - 1)) for s, start in enumerate(starts)]
     decodes = [(s, length - 1, length) for s, length in enumerate(lengths)]
-    for options in setup.pick(_OPTIONS, _OPTIONS[:2]):
+    named = {kind: name for name, kind in DTYPES.items()}[spec.dtype]
+    for options in setup.pick(_WORK[named][1], ({}, {"window": 5})):
         cap = options.get("softcap")
         for work in (mixed, decodes):
             for item, out in zip(work, cache.run(work, padding=3, **options), strict=True):

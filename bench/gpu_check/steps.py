@@ -52,7 +52,8 @@ def _steps(setup: Setup, shape: Shape, model: str | None = None) -> Iterator[Lin
     batches = setup.pick((1, 8, 32, 128), (3,))
     source = model or models.random_model(setup, shape.name)
     try:
-        engine, loaded = models.build(setup, source, attention="triton", pool=None, max_num_seqs=max(batches))
+        limits = {"pool": None, "checked": not setup.reduced, "max_num_seqs": max(batches)}
+        engine, loaded = models.build(setup, source, attention="triton", **limits)
     except Skip as reason:
         yield Line(f"{shape.name} start", str(reason), "skipped")
         return

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 _OURS = ("bench", "engine", "kernels", "tests", "worker", "producer", "tokenmill")
+_LAST_START = 0.75
+"""Share of its time box after which a row begins no further check."""
 _KILL_SECONDS = 5
 """Seconds that a process has to end after it was terminated."""
 
@@ -172,6 +174,7 @@ class Table:
 
 def _child(row: Row, setup: Setup, lines: Connection) -> None:
     """Run a row in its own process, and send its lines; None at the end."""
+    begun = time.monotonic()
     if setup.reduced and row.number != "1":  # row 1 compiles, ahead of time
         os.environ["TRITON_INTERPRET"] = "1"
     try:
@@ -180,6 +183,9 @@ def _child(row: Row, setup: Setup, lines: Connection) -> None:
         with machine(setup) if row.pretends else nullcontext():
             for line in function(setup):
                 lines.send(line)
+                if time.monotonic() - begun > _LAST_START * setup.seconds:
+                    lines.send(Line(row.name, "its time is nearly up: what would follow is left out", "skipped"))
+                    break
     except Exception as error:  # noqa: BLE001 - a line of the table, not the end of the run
         lines.send(check(row.name, partial(_again, error)))
     lines.send(None)

@@ -58,6 +58,13 @@ def slow(setup: Setup) -> Iterator[Line]:
     yield Line("second", "never")
 
 
+def long(setup: Setup) -> Iterator[Line]:
+    yield Line("first", "known")
+    time.sleep(3.5)
+    yield Line("second", "known")
+    time.sleep(60)
+
+
 def dies(setup: Setup) -> Iterator[Line]:
     yield Line("first", "known")
     os._exit(3)
@@ -96,6 +103,12 @@ def test_a_row_that_outlasts_its_time_box_is_ended_and_keeps_the_lines_it_had(mo
     assert results(table) == [("first", "ok"), ("row", "timeout")]
     assert table.failed == ["row"]
     assert time.monotonic() - begun < 20
+
+
+def test_a_row_begins_no_further_check_shortly_before_its_time_box_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = table_of("long", monkeypatch, box=4)
+    assert results(table) == [("first", "ok"), ("second", "ok"), ("row", "skipped")]
+    assert table.failed == []
 
 
 def test_a_row_whose_process_dies_fails_and_the_next_row_runs(monkeypatch: pytest.MonkeyPatch) -> None:
