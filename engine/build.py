@@ -1,7 +1,7 @@
 """Builds an engine from options: loads the model, chooses the attention backend, allocates the KV pool.
 
 On a GPU: load → check the kernels → measure the largest step → allocate the pool → capture graphs and check them →
-check overlapped steps (`engine.prepare`).
+check overlapped steps (`engine.start.prepare`).
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import structlog
 import torch
 from torch import Tensor
 
+from engine.checks.selfcheck import SelfCheck, checked_backend
 from engine.config import EngineConfig, ModelOptions
-from engine.device_memory import DeviceMemory, advice
-from engine.device_runner import DeviceRunner
+from engine.device.host_tier import HostTier
+from engine.device.runner import DeviceRunner
 from engine.engine import Engine
-from engine.host_memory import host_pieces
-from engine.host_tier import HostTier
-from engine.memory import available_bytes
 from engine.models.loading import ASKED_FOR, LoadedModel, choose_device, load_model
 from engine.models.precision import check_backend
-from engine.pool_size import CacheOptions, measured_bytes, with_sizes
-from engine.prepare import prepare
 from engine.runner import ModelRunner, Runner
 from engine.sampling.device import sampler_on
 from engine.scheduling.policy import PreemptionCost
-from engine.selfcheck import SelfCheck, checked_backend
+from engine.start.device_memory import DeviceMemory, advice
+from engine.start.host_memory import host_pieces
+from engine.start.memory import available_bytes
+from engine.start.pool_size import CacheOptions, measured_bytes, with_sizes
+from engine.start.prepare import prepare
 from kernels.attention.base import AttentionBackend
 
 __all__ = ["CacheOptions", "build_engine"]
@@ -49,7 +49,7 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
 
     Raises:
         engine.models.loading.LoadError: the model cannot be loaded.
-        engine.selfcheck.GpuFails: the GPU computes wrong results in every way that there is.
+        engine.checks.selfcheck.GpuFails: the GPU computes wrong results in every way that there is.
         ValueError: the model or one block does not fit, the swap file cannot be created, or the attention backend
             cannot run the model.
     """
@@ -83,7 +83,7 @@ def _account(model: ModelOptions, cache: CacheOptions) -> DeviceMemory | None:
     """Measure a GPU before the model is loaded; None on a CPU.
 
     Raises:
-        engine.device_memory.DoesNotFit: other processes hold memory that this one may take.
+        engine.start.device_memory.DoesNotFit: other processes hold memory that this one may take.
     """
     device = choose_device(model.device)
     if device.type != "cuda":
@@ -171,7 +171,7 @@ def _prepared(
     memory: DeviceMemory,
     model: ModelOptions,
 ) -> EngineConfig:
-    """Prepare the runner of a GPU; return `config` with what is in use, see `engine.prepare`."""
+    """Prepare the runner of a GPU; return `config` with what is in use, see `engine.start.prepare`."""
     assert isinstance(runner, DeviceRunner)  # which `_runner` makes for a GPU
 
     def make(overlap: bool) -> Engine:

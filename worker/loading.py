@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from engine.compile_cache import set_folder, warn_of_late_compiles
-from engine.memory import resident_bytes
 from engine.models.demo import DEMO_MODEL, demo_file
+from engine.start.compile_cache import set_folder, warn_of_late_compiles
+from engine.start.memory import resident_bytes
 from worker.jobs.translate import ModelLike, Translator
 from worker.loop import EngineLike
 from worker.ops.exits import Exit
@@ -165,7 +165,7 @@ def _backend(name: str, reason: str) -> dict[str, str | int]:
 
 def _memory(runner: Runner) -> dict[str, str | int]:
     """Return the bytes of memory that the process takes now, and takes once KV pool and host tier are full."""
-    from engine.device_runner import DeviceRunner
+    from engine.device.runner import DeviceRunner
     from engine.runner import ModelRunner
 
     assert isinstance(runner, ModelRunner | DeviceRunner)  # which `build_engine` makes

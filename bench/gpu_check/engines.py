@@ -218,7 +218,7 @@ def memory(setup: Setup) -> Iterator[Line]:
 
 
 def _memory(setup: Setup) -> Line:
-    from engine.graphs import Graphs
+    from engine.device.graphs import Graphs
 
     captured: list[int] = []
     capture = Graphs.capture

@@ -184,10 +184,10 @@ class _Tied(RandomTensors):
 
 
 _SLOW_CHECKS = (
-    "engine.selfcheck.SelfCheck.operations",
-    "engine.selfcheck.SelfCheck._check_attention",
-    "engine.prepare.check_graphs",
-    "engine.prepare.check_overlap",
+    "engine.checks.selfcheck.SelfCheck.operations",
+    "engine.checks.selfcheck.SelfCheck._check_attention",
+    "engine.start.prepare.check_graphs",
+    "engine.start.prepare.check_overlap",
 )
 """Checks at start that take seconds, or a minute where kernels are interpreted; the row `engines:start` runs them."""
 
@@ -218,7 +218,7 @@ def build(
     """
     from engine.build import CacheOptions, build_engine
     from engine.config import EngineConfig, ModelOptions
-    from engine.device_memory import DoesNotFit
+    from engine.start.device_memory import DoesNotFit
 
     path = model if isinstance(model, str) else model.name
     limits.setdefault("max_num_batched_tokens", setup.pick(2048, 16))

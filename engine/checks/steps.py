@@ -8,12 +8,12 @@ import torch
 
 from engine.checks.compare import limit, worst_error
 from engine.config import EngineConfig
-from engine.device_runner import DeviceRunner
+from engine.device.runner import DeviceRunner
 from engine.engine import Engine
-from engine.profile import piece
 from engine.request import Request, SamplingParams
 from engine.sampling.text import TokenBytes
 from engine.scheduling.plan import Plan, Slice
+from engine.start.profile import piece
 from kernels.attention.base import AttentionBatch
 
 _SIZES = (1, 2, 3, 17)

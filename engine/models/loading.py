@@ -27,7 +27,7 @@ from engine.models.precision import check_precision, fused_only, precision_of
 from engine.models.rope import inverse_frequencies, position_limit, rotary_table
 from engine.models.weights import LoadError, ParameterStore, SafetensorsCheckpoint, check_not_pointer
 from engine.sampling.structured import GrammarCompiler
-from engine.serving import Serving
+from engine.start.serving import Serving
 from kernels.attention.base import AttentionBackend, CacheSpec
 from kernels.attention.reference import rows_are_invariant
 from kernels.linear import PLAIN, Precision, bucket, row_bucket

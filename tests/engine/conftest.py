@@ -29,5 +29,5 @@ def overlap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture(autouse=True)
 def _short_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.path.name != "test_selfcheck.py":
-        monkeypatch.setattr("engine.prepare.warm_up", lambda *_: None)
-        monkeypatch.setattr("engine.prepare.check_overlap", lambda *_: None)
+        monkeypatch.setattr("engine.start.prepare.warm_up", lambda *_: None)
+        monkeypatch.setattr("engine.start.prepare.check_overlap", lambda *_: None)

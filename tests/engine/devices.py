@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from engine.config import EngineConfig, ModelOptions
-from engine.device_runner import DeviceRunner
+from engine.device.host_tier import HostTier
+from engine.device.runner import DeviceRunner
 from engine.engine import Engine
-from engine.host_tier import HostTier
 from engine.models.loading import load_model
 from engine.sampling.device import sampler_on
 from engine.scheduling.policy import PreemptionCost

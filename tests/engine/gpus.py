@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.device_runner import DeviceRunner
+from engine.device.runner import DeviceRunner
 from engine.engine import Engine
 from engine.models.loading import LoadedModel
 from engine.outputs import Finished, TokenLogprobs

@@ -11,11 +11,11 @@ import structlog
 import torch
 
 from engine.config import EngineConfig, ModelOptions
-from engine.device_memory import GIB, DeviceMemory, DoesNotFit, advice
-from engine.host_memory import host_pieces, piece_sizes
 from engine.models import loading
 from engine.models.loading import LoadError
-from engine.profile import largest_step
+from engine.start.device_memory import GIB, DeviceMemory, DoesNotFit, advice
+from engine.start.host_memory import host_pieces, piece_sizes
+from engine.start.profile import largest_step
 
 GPU = torch.device("cuda", 0)
 

@@ -128,7 +128,7 @@ def test_a_launch_that_raises_leaves_tables_that_the_next_launch_repairs(
 def test_more_changed_table_entries_than_fit_into_a_step_go_up_apart(
     paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.device_runner._CHANGES", 3)
+    monkeypatch.setattr("engine.device.runner._CHANGES", 3)
     want = results(build(paths["llama"]), crowd())
     engine, _ = device_engine(paths["llama"], "cpu")
     assert results(engine, crowd()) == want

@@ -16,7 +16,7 @@ import torch
 import engine.build
 from engine.build import CacheOptions, build_engine
 from engine.config import EngineConfig, ModelOptions
-from engine.device_runner import DeviceRunner
+from engine.device.runner import DeviceRunner
 from engine.engine import Engine
 from engine.models.loading import LoadedModel
 from engine.request import Request

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.device_runner import DeviceRunner
+from engine.device.graphs import NOT_CAPTURED
+from engine.device.runner import DeviceRunner
 from engine.engine import Engine
-from engine.graphs import NOT_CAPTURED
 from engine.scheduling.plan import Plan, Slice
 from tests.engine.devices import device_engine
 from tests.engine.test_gpu import CASES, build, results

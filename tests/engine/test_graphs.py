@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.graphs import Graphs
+from engine.device.graphs import Graphs
 from tests.pretend_gpu import pretend_gpu
 
 

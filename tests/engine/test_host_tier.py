@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from engine.host_tier import HostTier, copy_blocks
+from engine.device.host_tier import HostTier, copy_blocks
 from tests.pretend_gpu import pretend_gpu
 
 BYTES = 24

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
-from engine.memory import available_bytes, default_host_bytes, default_pool_blocks, resident_bytes
+from engine.start.memory import available_bytes, default_host_bytes, default_pool_blocks, resident_bytes
 
 GIB = 1 << 30
 DEMO_BLOCK = 16 * 30 * 2 * 3 * 64 * 2

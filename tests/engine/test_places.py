@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.places import BlockTables, Places, ramps
+from engine.device.places import BlockTables, Places, ramps
 from engine.scheduling.block_manager import BlockManager
 from tests.engine.stub import request
 

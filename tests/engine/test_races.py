@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from engine.device.places import BlockTables
+from engine.device.staging import Staging
 from engine.engine import Engine
 from engine.models.loading import LoadedModel
 from engine.outputs import EngineBroken, Finished, Outcome
-from engine.places import BlockTables
 from engine.request import Request
 from engine.scheduling import policy
-from engine.staging import Staging
 from kernels.device import Download
 from tests.engine.gpus import engine_on_gpu, play, runner_of
 from tests.engine.kinds import KINDS, requests

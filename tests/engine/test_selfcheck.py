@@ -13,16 +13,16 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine import compile_cache, selfcheck
 from engine.build import CacheOptions, build_engine
-from engine.checks import operations
+from engine.checks import operations, selfcheck
 from engine.checks.attention import check_attention, check_write
 from engine.checks.operations import check_gates, check_norms
+from engine.checks.selfcheck import GpuFails, attempt
 from engine.checks.usage import Usage
 from engine.config import EngineConfig, ModelOptions
-from engine.device_runner import DeviceRunner
+from engine.device.runner import DeviceRunner
 from engine.models.loading import LoadedModel
-from engine.selfcheck import GpuFails, attempt
+from engine.start import compile_cache
 from kernels import triton
 from kernels.attention import backend_class
 from kernels.attention.base import AttentionBackend, AttentionBatch, CacheSpec
@@ -189,7 +189,7 @@ def test_a_wrong_gate_is_caught(monkeypatch: pytest.MonkeyPatch, name: str, func
 
 @pytest.fixture(autouse=True)
 def _no_warming(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.prepare.warm_up", lambda *_: None)
+    monkeypatch.setattr("engine.start.prepare.warm_up", lambda *_: None)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from engine.outputs import EngineStats
-from engine.serving import PARTS
+from engine.start.serving import PARTS
 from tokenmill.protocol.errors import ErrorCode
 from tokenmill.protocol.keys import LANES
 from tokenmill.protocol.result import Result, Status

@@ -33,8 +33,8 @@ def test_ids_are_those_of_the_cpu_and_each_step_waits_for_one_event(
 ) -> None:
     # The checks at the start run each kernel on input of a real size, which takes minutes here.
     for check in ("check_overlap", "check_graphs"):
-        monkeypatch.setattr(f"engine.prepare.{check}", lambda *_: None)
-    monkeypatch.setattr("engine.selfcheck.attempt", lambda *_: None)
+        monkeypatch.setattr(f"engine.start.prepare.{check}", lambda *_: None)
+    monkeypatch.setattr("engine.checks.selfcheck.attempt", lambda *_: None)
     path = str(build_case(tmp_path, case))
 
     def asked(loaded: Any) -> list[Any]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bench.gpu_check import engines
 from bench.gpu_check.table import Setup, machine
+from engine.device.graphs import Graph
 from engine.engine import Engine
-from engine.graphs import Graph
 
 SETUP = Setup(reduced=True)
 

@@ -10,15 +10,15 @@ import pytest
 import structlog
 import torch
 
-from engine import prepare
 from engine.build import CacheOptions, build_engine
 from engine.checks import attention, operations, steps
 from engine.config import EngineConfig, ModelOptions
-from engine.device_memory import DeviceMemory
-from engine.device_runner import DeviceRunner
-from engine.graphs import Graph
+from engine.device.graphs import Graph
+from engine.device.runner import DeviceRunner
 from engine.models.loading import LoadError
-from engine.serving import Serving
+from engine.start import prepare
+from engine.start.device_memory import DeviceMemory
+from engine.start.serving import Serving
 from kernels import triton
 from tests.engine.test_selfcheck import fallbacks
 from tests.models.tiny import Case, build_case
@@ -202,9 +202,9 @@ def test_batch_invariance_is_reported_where_it_was_shown_and_refused_where_not(
             model = ModelOptions(path, device="cuda", dtype="float32", **options)
             return build_engine(model, config, CacheOptions(num_blocks=48, cuda_graphs=False))[1].batch_invariant
 
-    monkeypatch.setattr("engine.prepare.shows_invariance", lambda model: True)
+    monkeypatch.setattr("engine.start.prepare.shows_invariance", lambda model: True)
     assert invariant(batch_invariant=True)
     assert not invariant(), "it was not requested"
-    monkeypatch.setattr("engine.prepare.shows_invariance", lambda model: False)
+    monkeypatch.setattr("engine.start.prepare.shows_invariance", lambda model: False)
     with pytest.raises(LoadError, match="--batch-invariant: products or norms"):
         invariant(batch_invariant=True)

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, Model
-from engine.graphs import Graphs
-from engine.host_tier import HostTier, copy_blocks
-from engine.places import BlockTables, Ints, Places, ramps
+from engine.device.graphs import Graphs
+from engine.device.host_tier import HostTier, copy_blocks
+from engine.device.places import BlockTables, Ints, Places, ramps
+from engine.device.staging import ID, POSITION, SLOT, SOURCE, Layout, Pinned, Staging
 from engine.runner import InFlight, prompt_rows, sampler_row
 from engine.sampling.device import DeviceSampler
 from engine.sampling.row import Row
 from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Plan, Slice
 from engine.sequence import Sequence
-from engine.staging import ID, POSITION, SLOT, SOURCE, Layout, Pinned, Staging
 from kernels.attention.base import AttentionBackend, DeviceArrays, LazyBatch
 from kernels.device import upload
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.places import Ints
+from engine.device.places import Ints
 
 ID, POSITION, SLOT, SOURCE = range(4)
 """Columns of `rows`."""

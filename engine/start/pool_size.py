@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from engine.config import GPU_MEMORY_UTILIZATION, EngineConfig, ModelOptions
-from engine.device_memory import DeviceMemory, advice
-from engine.device_runner import DeviceRunner
-from engine.memory import default_host_bytes, default_pool_blocks
+from engine.device.runner import DeviceRunner
 from engine.models.loading import LoadedModel
-from engine.prepare import capture_largest
-from engine.profile import run_largest
 from engine.runner import Runner
+from engine.start.device_memory import DeviceMemory, advice
+from engine.start.memory import default_host_bytes, default_pool_blocks
+from engine.start.prepare import capture_largest
+from engine.start.profile import run_largest
 from kernels.attention import AUTO
 from kernels.attention.base import AttentionBackend
 
@@ -33,9 +33,9 @@ class CacheOptions:
     num_blocks: int | None = None
     """Blocks in the pool; None: see `memory_bytes`."""
     memory_bytes: int | None = None
-    """Bytes that the pool may take; None: a default for this machine, see `engine.memory`, `engine.device_memory`."""
+    """Bytes that the pool may take; None: a default, see `engine.start.memory` and `engine.start.device_memory`."""
     swap_bytes: int | None = 0
-    """Bytes of the host tier; None: a default for this machine, see `engine.memory`."""
+    """Bytes of the host tier; None: a default for this machine, see `engine.start.memory`."""
     swap_file: str | None = None
     """Path of a new file that holds the host tier, memory-mapped; None: anonymous memory."""
     attention: str = AUTO
@@ -118,7 +118,7 @@ def measured_bytes(
     """Run the largest step over a pool of one block, and return the bytes that a GPU has left for the KV pool.
 
     Raises:
-        engine.device_memory.DoesNotFit: the step or one block finds no room; the message says what would help.
+        engine.start.device_memory.DoesNotFit: the step or one block finds no room; the message says what would help.
     """
     missing = f"a KV block of {config.block_size} tokens ({backend.block_bytes / (1 << 20):.1f} MiB)"
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from engine.checks.selfcheck import SelfCheck, attempt
 from engine.checks.steps import check_graphs, check_overlap
 from engine.config import EngineConfig
-from engine.device_runner import DeviceRunner
+from engine.device.runner import DeviceRunner
 from engine.engine import Engine
 from engine.models.invariance import shows_invariance
 from engine.models.loading import LoadedModel, LoadError
-from engine.profile import warm_up
-from engine.selfcheck import SelfCheck, attempt
+from engine.start.profile import warm_up
 
 OFF = "--cuda-graphs off"
 
@@ -41,7 +41,7 @@ def prepare(
 
     Raises:
         engine.models.loading.LoadError: the operator wants batch invariance, and the products don't show it.
-        engine.selfcheck.GpuFails: the device was lost.
+        engine.checks.selfcheck.GpuFails: the device was lost.
     """
     token_bytes = loaded.tokenizer.token_bytes
     _show_invariance(runner, loaded)

@@ -65,7 +65,7 @@ class SelfCheck:
         """Note that a part is replaced, and log it.
 
         Args:
-            part: one of `engine.serving.PARTS`.
+            part: one of `engine.start.serving.PARTS`.
             reason: why.
             instead: what is used in its place.
         """
