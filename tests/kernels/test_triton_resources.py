@@ -27,9 +27,9 @@ def compile_all(target: str, *arguments: str) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("part", "target"), [*enumerate(TARGETS)])
-def test_the_table_is_of_these_kernels_and_a_third_of_them_compile_to_what_it_says(part: int, target: str) -> None:
-    """Fingerprints are compared for all variants; each variant is compiled for one of the targets."""
-    compile_all(target, "--part", str(part), "--parts", str(len(TARGETS)))
+def test_the_table_is_of_these_kernels_and_a_sixth_of_them_compile_to_what_it_says(part: int, target: str) -> None:
+    """Fingerprints are compared for all variants, other variants are compiled for each target: a minute in all."""
+    compile_all(target, "--part", str(2 * part), "--parts", str(2 * len(TARGETS)))
 
 
 @pytest.mark.slow
