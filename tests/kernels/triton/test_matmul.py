@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.quantize import FP8, quantize_rows, quantize_weight
+from kernels.quantize import FP8, quantize_rows, reference
 from kernels.triton import matmul as module
 from kernels.triton.matmul import matmul
 
@@ -48,7 +48,7 @@ def test_a_row_has_the_same_bits_for_every_number_of_rows(dtype: torch.dtype) ->
         x, weight = wide.to(dtype), weight.to(dtype)
     else:
         x, of_rows = quantize_rows(wide, dtype)
-        weight, of_outputs = quantize_weight(weight, dtype)
+        weight, of_outputs = reference(weight, dtype)
         scales = of_rows, of_outputs
     whole = matmul(x, weight, scales=scales, dtype=torch.float32)
     for rows in ROWS:
@@ -86,7 +86,7 @@ def test_products_of_integers_are_exact() -> None:
 
 def test_products_of_fp8_with_scales_and_bias_equal_fp64() -> None:
     x, x_scales = quantize_rows(torch.randn(19, 300), FP8)
-    weight, scales = quantize_weight(torch.randn(40, 300), FP8)
+    weight, scales = reference(torch.randn(40, 300), FP8)
     bias = torch.randn(40)
     got = matmul(x, weight, bias, scales=(x_scales, scales), dtype=torch.float32)
     assert bounded(got, x.double() * x_scales[:, None], weight.double() * scales[:, None], bias, 2**-22)
