@@ -17,7 +17,7 @@ _PIECES = ((1, 1), (17, 1), (300, 1), (1025, 1), (5, 5), (40, 40), (200, 130), (
 """Context and number of rows of each sequence: decodes, some of them long enough to be split, and chunks."""
 _SMALL_WINDOW = 50
 """A window's length is a number that kernels get at run time; with a short one its edge weighs enough to be seen."""
-_LONGEST = 8192
+_LONGEST = 4096
 """Windows longer than this are not checked at their real length."""
 
 

@@ -25,6 +25,8 @@ _AT_ONCE = 2048
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
 _ROUNDINGS = 16
 """Roundings through all layers that may differ between a product of few rows and one of more."""
+_ROWS = 4
+"""Rows whose logits are compared with those of a step without padding."""
 _TOKENS = 3
 """Least number of ids of each request that is run with overlap and without."""
 
@@ -61,11 +63,12 @@ def _compare(runner: DeviceRunner, plan: Plan) -> str | None:
             runner.forget(seq)
     if found is None:
         return "no graph was captured"
-    by_graph, by_launches, without_padding = (logits.cpu() for logits in found)
+    by_graph, by_launches, without_padding = found
     if not torch.equal(by_graph, by_launches):
         rows = (by_graph != by_launches).any(1)
         return f"the logits of {int(rows.sum())} of {len(rows)} rows differ from those of single launches"
-    error, allowed = worst_error(by_graph, without_padding), limit(runner.backend.spec.dtype, _ROUNDINGS)
+    error = worst_error(by_graph[:_ROWS], without_padding[:_ROWS].cpu())
+    allowed = limit(runner.backend.spec.dtype, _ROUNDINGS)
     return None if error <= allowed else f"padding changes the logits by {error:.2g}"
 
 

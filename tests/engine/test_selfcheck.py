@@ -17,16 +17,21 @@ from engine.build import CacheOptions, build_engine
 from engine.checks import operations, selfcheck
 from engine.checks.attention import check_attention, check_write
 from engine.checks.operations import check_gates, check_norms
+from engine.checks.products import check_experts, check_products
+from engine.checks.sampling import check_sampler
 from engine.checks.selfcheck import GpuFails, attempt
 from engine.checks.usage import Usage
 from engine.config import EngineConfig, ModelOptions
 from engine.device.runner import DeviceRunner
+from engine.models import feed_forward
+from engine.models.config import ExpertsConfig
 from engine.models.loading import LoadedModel
 from engine.start import compile_cache
-from kernels import triton
+from kernels import linear_cuda, sampling, triton
 from kernels.attention import backend_class
 from kernels.attention.base import AttentionBackend, AttentionBatch, CacheSpec
 from kernels.attention.reference import ReferenceBackend
+from kernels.linear import Precision
 from tests.models.tiny import FUSED, build_case
 from tests.pretend_gpu import pretend_gpu
 
@@ -182,6 +187,39 @@ def test_a_wrong_norm_is_caught(monkeypatch: pytest.MonkeyPatch, name: str, func
 def test_a_wrong_gate_is_caught(monkeypatch: pytest.MonkeyPatch, name: str, function: Any) -> None:
     monkeypatch.setattr(operations.ops, name, function)
     assert check_gates(usage(torch.bfloat16)) is not None
+
+
+def on_gpu(found: Usage) -> Usage:
+    return dataclasses.replace(found, spec=dataclasses.replace(found.spec, device=torch.device("cuda")))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_wrong_sampler_is_caught_and_a_right_one_passes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = sampling.sample
+    with pretend_gpu():
+        assert check_sampler(on_gpu(usage(dtype))) is None
+        monkeypatch.setattr(sampling, "sample", lambda logits, *rest: right(logits.roll(1, 1), *rest))
+        assert "instead of" in (check_sampler(on_gpu(usage(dtype))) or "")
+
+
+@pytest.mark.parametrize("quantize", [None, torch.int8, torch.float8_e4m3fn])
+def test_wrong_products_are_caught_and_right_ones_pass(
+    quantize: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = ExpertsConfig(12, 3, 128, True, frozenset())
+    found = on_gpu(usage(torch.bfloat16, precision=Precision(quantize), experts=experts))
+    multiply = linear_cuda.multiply
+
+    def wrong(x: Tensor, *args: Any, **options: Any) -> Tensor:
+        return multiply(x.roll(1, 1), *args, **options)
+
+    with pretend_gpu():
+        assert check_products(found) is None
+        assert check_experts(found) is None
+        monkeypatch.setattr(linear_cuda, "multiply", wrong)
+        monkeypatch.setattr(feed_forward, "multiply", wrong)
+        assert "product of 1 rows" in (check_products(found) or "")
+        assert "mixture of 8 experts" in (check_experts(found) or "")
 
 
 # ── what replaces what fails ──────────────────────────────────────────────────────────────────────────────────────
