@@ -14,10 +14,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--workers", type=int, default=3)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, chaos(Path(folder), options.seed, options.workers) as run:
-        run.run(options.minutes * 60)
-        print(f"seed {options.seed}: {len(run.tasks)} jobs, {len(run.children)} workers, {dict(run.events)}: all kept")
+    parser.add_argument("--overlap", choices=("on", "off", "mixed"), default="mixed")
+    given = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        chaos(Path(folder), given.seed, given.workers, given.overlap) as run,
+    ):
+        run.run(given.minutes * 60)
+        print(f"seed {given.seed}: {len(run.tasks)} jobs, {len(run.children)} workers, {dict(run.events)}: all kept")
 
 
 if __name__ == "__main__":

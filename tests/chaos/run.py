@@ -58,6 +58,8 @@ class Chaos:
     server: RedisServer
     seed: int
     num_workers: int = 3
+    overlap: str = "mixed"
+    """`on`, `off`, or `mixed`: every other worker overlaps its steps."""
     rng: random.Random = field(init=False)
     tasks: dict[str, Task] = field(default_factory=dict)
     cancels: list[tuple[float, Task]] = field(default_factory=list)
@@ -122,6 +124,8 @@ class Chaos:
         log = self.folder / f"worker-{len(self.children)}.log"
         settings = {**SETTINGS, "redis": f"redis://127.0.0.1:{self.proxy.port}/0", "queue": self.keys.queue}
         given = {f"TOKENMILL_{name.upper()}": value for name, value in settings.items()}
+        overlap = ("on", "off")[len(self.children) % 2] if self.overlap == "mixed" else self.overlap
+        given["TOKENMILL_OVERLAP"] = overlap
         environ = {**os.environ, **given, "CHAOS_STEP": "0.004", "OMP_NUM_THREADS": "1"}
         with log.open("wb") as out:
             command = [sys.executable, "-m", "tests.chaos.worker"]
@@ -291,10 +295,10 @@ def _entry(task: Task) -> JobEntry:
 
 
 @contextlib.contextmanager
-def chaos(folder: Path, seed: int, num_workers: int = 3) -> Iterator[Chaos]:
+def chaos(folder: Path, seed: int, num_workers: int = 3, overlap: str = "mixed") -> Iterator[Chaos]:
     """Set a run up; with `appendfsync always`, so that even a killed Redis keeps all confirmed writes."""
     with running_redis(folder, "--appendfsync", "always") as server:
-        run = Chaos(folder, server, seed, num_workers)
+        run = Chaos(folder, server, seed, num_workers, overlap)
         try:
             yield run
         finally:

@@ -22,7 +22,7 @@ from worker.service import main
 
 
 def load(settings: Any) -> Loaded:
-    engine, runner = make_engine(garbage=os.getpid(), **LIMITS)
+    engine, runner = make_engine(garbage=os.getpid(), overlap=settings.overlap == "on", **LIMITS)
     launch, pause = runner.launch, float(os.environ.get("CHAOS_STEP", "0"))
 
     def slow(plan: Plan) -> Flight:
