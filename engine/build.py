@@ -23,7 +23,7 @@ from engine.models.precision import check_backend
 from engine.runner import ModelRunner, Runner
 from engine.sampling.device import sampler_on
 from engine.scheduling.policy import PreemptionCost
-from engine.start.device_memory import DeviceMemory, advice
+from engine.start.device_memory import DeviceMemory, lighter_weights, smaller_pool
 from engine.start.host_memory import host_pieces
 from engine.start.memory import available_bytes
 from engine.start.pool_size import CacheOptions, measured_bytes, with_sizes
@@ -55,7 +55,7 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
     """
     memory = _account(model, cache)
     loaded = _load(model, config, memory)
-    backend, checks = checked_backend(loaded, cache.attention, config.block_size)
+    backend, checks = _checked(loaded, config, cache, memory, model)
     loaded.batch_invariant = loaded.batch_invariant and backend.batch_invariant
     check_backend(model, backend, shown=loaded.batch_invariant)
     available = available_bytes()
@@ -67,10 +67,10 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
         return measured_bytes(memory, loaded, model, config, cache, backend, make)
 
     config = with_sizes(config, cache, backend, available, on_device)
-    pool, host = _allocate(config, cache, backend, loaded, memory, model)
+    pool, host = _allocate(config, cache, backend, loaded, memory)
     runner = _runner(loaded, backend, config, host, pool)
     if checks is not None and memory is not None:
-        config = _prepared(runner, config, cache, loaded, backend, checks, memory, model)
+        config = _prepared(runner, config, cache, loaded, backend, checks, memory)
     loaded.serving.overlap = bool(config.overlap)
     engine = _engine(config, runner, loaded, backend)
     taken = pool.nbytes + (0 if cache.swap_file else runner.host.nbytes)
@@ -98,10 +98,21 @@ def _load(model: ModelOptions, config: EngineConfig, memory: DeviceMemory | None
     """Load the model, and measure its weights on a GPU."""
     if memory is None:
         return load_model(model)
-    with memory.guard(model.model, "all weights", lambda: advice(model, config, memory)):
+    with memory.guard(model.model, "all weights", lighter_weights(model, memory.device)):
         loaded = load_model(model)
     memory.loaded()
     return loaded
+
+
+def _checked(
+    loaded: LoadedModel, config: EngineConfig, cache: CacheOptions, memory: DeviceMemory | None, model: ModelOptions
+) -> tuple[AttentionBackend, SelfCheck | None]:
+    """Return the attention backend, and on a GPU the checks that it and the other kernels passed."""
+    if memory is None:
+        return checked_backend(loaded, cache.attention, config.block_size)
+    lighter = lighter_weights(model, memory.device, fused=loaded.decoder is not None)
+    with memory.guard(loaded.name, "the check of the kernels", lighter):
+        return checked_backend(loaded, cache.attention, config.block_size)
 
 
 def _with_defaults(config: EngineConfig, loaded: LoadedModel, backend: AttentionBackend) -> EngineConfig:
@@ -118,7 +129,6 @@ def _allocate(
     backend: AttentionBackend,
     loaded: LoadedModel,
     memory: DeviceMemory | None,
-    model: ModelOptions,
 ) -> tuple[Tensor, list[Tensor]]:
     """Allocate the KV pool, and the pieces of the host tier."""
     shape = (config.num_blocks, backend.block_bytes)
@@ -126,7 +136,7 @@ def _allocate(
         pool = torch.empty(shape, dtype=torch.uint8)
     else:
         missing = f"{config.num_blocks} KV blocks ({shape[0] * shape[1] / (1 << 30):.2f} GiB)"
-        with memory.guard(loaded.name, missing, lambda: advice(model, config, memory)):
+        with memory.guard(loaded.name, missing, smaller_pool(cache.option, cache.utilization)):
             pool = torch.empty(shape, dtype=torch.uint8, device=loaded.device)
     return pool, host_pieces(config.host_slots, backend.block_bytes, cache.swap_file, loaded.device)
 
@@ -169,7 +179,6 @@ def _prepared(
     backend: AttentionBackend,
     checks: SelfCheck,
     memory: DeviceMemory,
-    model: ModelOptions,
 ) -> EngineConfig:
     """Prepare the runner of a GPU; return `config` with what is in use, see `engine.start.prepare`."""
     assert isinstance(runner, DeviceRunner)  # which `_runner` makes for a GPU
@@ -178,7 +187,7 @@ def _prepared(
         return _engine(dataclasses.replace(config, overlap=overlap), runner, loaded, backend)
 
     step = f"a step of {config.max_num_batched_tokens} tokens beside a KV pool of {runner.pool.nbytes >> 20} MiB"
-    with memory.guard(loaded.name, step, lambda: advice(model, config, memory)):
+    with memory.guard(loaded.name, step, smaller_pool(cache.option, cache.utilization)):
         overlap = prepare(runner, config, loaded, checks, make, graphs=cache.cuda_graphs)
     memory.check_end(cache.sized)
     return dataclasses.replace(config, overlap=overlap)

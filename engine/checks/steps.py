@@ -20,8 +20,6 @@ _SIZES = (1, 2, 3, 17)
 """Numbers of decodes, besides the largest: some of them need padding."""
 _LONGEST = (900, 3000, 17_000)
 """Longest context of each step, so that graphs of every bound are replayed."""
-_AT_ONCE = 2048
-"""Tokens that are written into the pool at a time."""
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
 _ROUNDINGS = 16
 """Roundings through all layers that may differ between a product of few rows and one of more."""
@@ -91,10 +89,13 @@ def _decodes(
 
 @torch.inference_mode()
 def _write(runner: DeviceRunner, positions: range, table: list[int]) -> None:
-    """Store random K and V at these positions of a block table, in all layers."""
-    spec, device = runner.backend.spec, runner.pool.device
-    for start in range(positions.start, positions.stop, _AT_ONCE):
-        at = range(start, min(start + _AT_ONCE, positions.stop))
+    """Store random K and V at these positions of a block table, in all layers.
+
+    A part has as many tokens as the largest step, whose memory was measured.
+    """
+    spec, device, most = runner.backend.spec, runner.pool.device, runner.staging.layout.tokens
+    for start in range(positions.start, positions.stop, most):
+        at = range(start, min(start + most, positions.stop))
         slots = [table[p // spec.block_size] * spec.block_size + p % spec.block_size for p in at]
         batch = AttentionBatch(
             slots=torch.tensor(slots, device=device),

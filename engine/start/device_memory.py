@@ -6,7 +6,9 @@ together, as in vLLM; memory that other processes hold is not counted against it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,6 +16,7 @@ import structlog
 import torch
 
 from engine.config import EngineConfig, ModelOptions
+from kernels.linear_cuda import FP8_CAPABILITY, INT8_CAPABILITY
 
 log = structlog.get_logger()
 
@@ -26,7 +29,8 @@ _CONTEXT = GIB
 the other bytes belong to other processes. A context takes 0.3 to 0.6 GiB."""
 _LARGE_STEP = 0.05
 """Share of the budget from which on the largest step is worth a hint."""
-_FP8 = (8, 9)
+_BF16 = (8, 0)
+"""Minimum compute capability for bf16, below which it is emulated."""
 
 
 class DoesNotFit(ValueError):
@@ -83,6 +87,11 @@ class DeviceMemory:
     def elsewhere(self) -> int:
         """Bytes that other processes, and earlier engines of this process, held at the start."""
         return max(0, self.start.outside - _CONTEXT) + self.start.allocated
+
+    @property
+    def step_is_large(self) -> bool:
+        """Whether a smaller largest step would leave noticeably more for the KV pool."""
+        return self.step > _LARGE_STEP * self.budget
 
     @property
     def room(self) -> int:
@@ -161,21 +170,42 @@ class DeviceMemory:
         context = min(self.start.outside, _CONTEXT)
         if self.start.available + context >= self.budget:
             return
-        most = max(0.0, (self.start.available + context) / self.start.total - 0.005)
+        most = math.floor(self._largest_share * 100) / 100
         raise DoesNotFit(
             f"{_gib(self.start.available)} of the GPU's {_gib(self.start.total)} are free, other processes hold "
             f"{_gib(self.elsewhere)}: end them, or set --gpu-memory-utilization {most:.2f} or lower "
             f"(it is {self.utilization:g}, {_gib(self.budget)})"
         )
 
-    def refusal(self, name: str, missing: str, advice: tuple[str, ...]) -> DoesNotFit:
-        """Return the error of a model that does not fit.
+    def check_room(self, name: str, block: str, block_bytes: int, advice: Seq[str]) -> None:
+        """Check that the budget holds one KV block beside everything that was measured.
 
         Args:
             name: the model.
-            missing: what found no room, such as `a KV block of 16 tokens (2 MiB)`.
-            advice: options that would help, see `advice`.
+            block: describes a block, such as `a KV block of 16 tokens (2.0 MiB)`.
+            block_bytes: bytes of a block.
+            advice: options that make the parts smaller.
+
+        Raises:
+            DoesNotFit: it does not; the message says how much is missing, and what would help.
         """
+        missing = block_bytes - self.room
+        if missing <= 0:
+            return
+        share = math.ceil((self.budget + missing) / self.start.total * 100) / 100
+        if share <= self._largest_share:
+            advice = (f"--gpu-memory-utilization {share:.2f} or higher", *advice)
+        limit = f"{_gib(self.budget)} (--gpu-memory-utilization {self.utilization:g} of {_gib(self.start.total)})"
+        raise self._refusal(name, f"{block} in {limit}: {_mib(missing)} are missing", advice)
+
+    @property
+    def _largest_share(self) -> float:
+        """The largest `--gpu-memory-utilization` that was free at the start."""
+        context = min(self.start.outside, _CONTEXT)
+        return max(0.0, min(1.0, (self.start.available + context) / self.start.total - 0.005))
+
+    def _refusal(self, name: str, missing: str, advice: Seq[str]) -> DoesNotFit:
+        """Return the error of a model that does not fit; `missing`: what has no room, and where."""
         parts = [f"{_gib(self.weights)} weights"]
         for size, part in (
             (self.step, "largest step"),
@@ -184,16 +214,22 @@ class DeviceMemory:
         ):
             if size:
                 parts.append(f"{_gib(size)} {part}")
-        held = f"; other processes hold {_gib(self.elsewhere)}" if self.elsewhere else ""
+        held = f" (other processes hold {_gib(self.elsewhere)})" if self.elsewhere else ""
         return DoesNotFit(
-            f"{name} does not fit on the GPU: {' + '.join(parts)} leave no room for {missing} in "
-            f"{_gib(self.budget)} (--gpu-memory-utilization {self.utilization:g} of {_gib(self.start.total)}{held}). "
+            f"{name} does not fit on the GPU: {' + '.join(parts)} leave no room for {missing}{held}. "
             f"What would help: {', '.join(advice)}"
         )
 
     @contextmanager
-    def guard(self, name: str, missing: str, advice: Callable[[], tuple[str, ...]]) -> Iterator[None]:
+    def guard(self, name: str, missing: str, advice: Seq[str]) -> Iterator[None]:
         """Turn the allocator's error inside the block into one line that says what would help.
+
+        The GPU is full then, whatever share of it this worker may take.
+
+        Args:
+            name: the model.
+            missing: what is allocated.
+            advice: options that would help.
 
         Raises:
             DoesNotFit: the memory ended.
@@ -203,26 +239,57 @@ class DeviceMemory:
         except torch.OutOfMemoryError as error:
             held = torch.cuda.memory_allocated(self.device) - self.start.allocated
             self.weights = self.weights or held
-            raise self.refusal(name, missing, advice()) from error
+            raise self._refusal(name, f"{missing} in {_gib(self.start.total)}", advice) from error
 
 
-def advice(options: ModelOptions, config: EngineConfig, memory: DeviceMemory) -> tuple[str, ...]:
-    """Return the options that would make a model fit, the most effective ones first."""
+def lighter_weights(options: ModelOptions, device: torch.device, *, fused: bool = True) -> tuple[str, ...]:
+    """Return what makes the weights smaller, the most effective option first.
+
+    Args:
+        options: the operator's choices.
+        device: the GPU; only what it can do is returned.
+        fused: whether the fused decoder runs the model, as far as is known.
+    """
     found = []
+    capability = torch.cuda.get_device_capability(device)
     if options.dtype == "float32":
-        found.append("--dtype bfloat16 (half the weights)")
-    if options.quantize == "none" and options.backend != "transformers":
-        fp8 = torch.cuda.get_device_capability(memory.device) >= _FP8
-        found.append(f"--quantize {'fp8' if fp8 else 'int8'} (about half the weights of bf16)")
-    if not memory.step or memory.step > _LARGE_STEP * memory.budget:
-        found.append(f"--max-num-batched-tokens below {config.max_num_batched_tokens}")
-        found.append(f"--max-num-seqs below {config.max_num_seqs}")
-    if options.max_model_len is None:
-        found.append("--max-model-len (the model's own limit is used)")
-    if memory.utilization < 0.95:
-        found.append(f"--gpu-memory-utilization above {memory.utilization:g}")
+        found.append(f"--dtype {'bfloat16' if capability >= _BF16 else 'float16'} (half the weights)")
+    if options.quantize == "none" and fused and options.backend != "transformers" and capability >= INT8_CAPABILITY:
+        quantize = "fp8" if capability >= FP8_CAPABILITY else "int8"
+        found.append(f"--quantize {quantize} (about half the weights of bf16)")
     return (*found, "a smaller model or a larger GPU")
+
+
+def smaller_steps(options: ModelOptions, config: EngineConfig) -> tuple[str, ...]:
+    """Return what makes the largest step smaller."""
+    found = [
+        f"{name} below {limit}"
+        for name, limit in (
+            ("--max-num-batched-tokens", config.max_num_batched_tokens),
+            ("--max-num-seqs", config.max_num_seqs),
+        )
+        if limit > 1
+    ]
+    if options.max_model_len is None:
+        found.append(f"--max-model-len below {config.max_model_len} (the model's own limit)")
+    return tuple(found)
+
+
+def smaller_pool(cache_option: str | None, utilization: float) -> tuple[str, ...]:
+    """Return what makes the KV pool smaller.
+
+    Args:
+        cache_option: the option that gave its size; None: it was measured.
+        utilization: share of the GPU of this worker.
+    """
+    if cache_option is None:
+        return (f"--gpu-memory-utilization below {utilization:g}",)
+    return (f"a lower {cache_option} or none, so that the size is measured",)
 
 
 def _gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB"
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:,.1f} MiB"

@@ -16,7 +16,7 @@ from engine.config import GPU_MEMORY_UTILIZATION, EngineConfig, ModelOptions
 from engine.device.runner import DeviceRunner
 from engine.models.loading import LoadedModel
 from engine.runner import Runner
-from engine.start.device_memory import DeviceMemory, advice
+from engine.start.device_memory import DeviceMemory, lighter_weights, smaller_steps
 from engine.start.memory import default_host_bytes, default_pool_blocks
 from engine.start.prepare import capture_largest
 from engine.start.profile import run_largest
@@ -49,7 +49,14 @@ class CacheOptions:
     @property
     def sized(self) -> bool:
         """Whether the size of the pool is given."""
-        return self.num_blocks is not None or self.memory_bytes is not None
+        return self.option is not None
+
+    @property
+    def option(self) -> str | None:
+        """The option, as on the command line, that gives the size of the pool; None if it is not given."""
+        if self.num_blocks is not None:
+            return "--num-kv-blocks"
+        return None if self.memory_bytes is None else "--kv-cache-memory"
 
 
 MakeRunner = Callable[[Tensor], Runner]
@@ -120,22 +127,16 @@ def measured_bytes(
     Raises:
         engine.start.device_memory.DoesNotFit: the step or one block finds no room; the message says what would help.
     """
-    missing = f"a KV block of {config.block_size} tokens ({backend.block_bytes / (1 << 20):.1f} MiB)"
-
-    def hints() -> tuple[str, ...]:
-        return advice(options, config, memory)
-
-    if memory.room < backend.block_bytes:
-        raise memory.refusal(loaded.name, missing, hints())
-    kv_tokens = memory.room // backend.block_bytes * config.block_size
-
+    lighter = lighter_weights(options, memory.device, fused=loaded.decoder is not None)
+    smaller = smaller_steps(options, config)
+    kv_tokens = max(1, memory.room // backend.block_bytes) * config.block_size
     runners: list[Runner] = []
 
     def largest() -> None:
         runners.append(make(torch.zeros((1, backend.block_bytes), dtype=torch.uint8, device=memory.device)))
         run_largest(runners[0], config, kv_tokens, loaded.tokenizer.token_bytes)
 
-    with memory.guard(loaded.name, f"a step of {config.max_num_batched_tokens} tokens", hints):
+    with memory.guard(loaded.name, f"a step of {config.max_num_batched_tokens} tokens", (*smaller, *lighter)):
         memory.measure(largest)
         runner = runners.pop()
         if cache.cuda_graphs and isinstance(runner, DeviceRunner):
@@ -144,6 +145,7 @@ def measured_bytes(
         gc.collect()  # its parts refer to each other, and the collector may be off while a worker loads
         torch.cuda.empty_cache()
     log.info("memory_measured", **memory.fields())
-    if memory.room < backend.block_bytes:
-        raise memory.refusal(loaded.name, missing, hints())
+    block = f"a KV block of {config.block_size} tokens ({backend.block_bytes / (1 << 20):.1f} MiB)"
+    helps = (*smaller, *lighter) if memory.step_is_large else lighter
+    memory.check_room(loaded.name, block, backend.block_bytes, helps)
     return memory.room

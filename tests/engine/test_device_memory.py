@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from engine.config import EngineConfig, ModelOptions
 from engine.models import loading
 from engine.models.loading import LoadError
-from engine.start.device_memory import GIB, DeviceMemory, DoesNotFit, advice
+from engine.start.device_memory import GIB, DeviceMemory, DoesNotFit, lighter_weights, smaller_steps
 from engine.start.host_memory import host_pieces, piece_sizes
 from engine.start.profile import largest_step
 
@@ -131,45 +132,68 @@ def test_memory_of_an_earlier_engine_in_this_process_is_not_taken_for_weights(ca
 def test_running_out_of_memory_becomes_one_line_with_sizes_and_what_would_help(card: Any) -> None:
     gpu = card(24, 2)
     memory = DeviceMemory(GPU, 0.9)
-    options, config = ModelOptions("x", dtype="float32"), EngineConfig()
 
     def load() -> None:
         gpu.take(21)
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB.")
 
-    guard = memory.guard("x", "all weights", lambda: advice(options, config, memory))
+    guard = memory.guard("x", "all weights", lighter_weights(ModelOptions("x", dtype="float32"), GPU))
     with pytest.raises(DoesNotFit) as refused, guard:
         load()
-    message = str(refused.value)
-    assert "\n" not in message
-    for part in (
-        "21.00 GiB weights",
-        "21.60 GiB",
-        "24.00 GiB",
-        "other processes hold 1.00 GiB",
-        "--dtype bfloat16",
-        "--quantize fp8",
-        "--max-num-batched-tokens below 2048",
-        "--max-model-len",
-        "--gpu-memory-utilization above 0.9",
-    ):
-        assert part in message, part
+    assert str(refused.value) == (
+        "x does not fit on the GPU: 21.00 GiB weights + 1.00 GiB CUDA and libraries leave no room for all weights in "
+        "24.00 GiB (other processes hold 1.00 GiB). What would help: --dtype bfloat16 (half the weights), "
+        "--quantize fp8 (about half the weights of bf16), a smaller model or a larger GPU"
+    )
 
 
-def test_advice_names_only_options_that_help(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("others", "helps"), [(1, True), (13, False)], ids=["free memory", "held by others"])
+def test_a_share_that_is_too_small_is_refused_with_the_share_that_fits_where_it_is_free(
+    card: Any, others: float, helps: bool
+) -> None:
+    gpu = card(24, others)
+    memory = DeviceMemory(GPU, 0.5)
+    gpu.take(12)
+    memory.loaded()
+    with pytest.raises(DoesNotFit, match=r"in 12\.00 GiB.* are missing") as refused:
+        memory.check_room("x", "a KV block", 1 << 20, ("more",))
+    found = re.search(r"--gpu-memory-utilization ([0-9.]+) or higher", str(refused.value))
+    assert bool(found) == helps
+    if found:
+        memory.utilization = float(found[1])
+        memory.check_start()
+        memory.check_room("x", "a KV block", 1 << 20, ("more",))
+        memory.utilization -= 0.01
+        assert memory.room < 1 << 20
+
+
+def test_advice_names_only_options_that_the_gpu_and_the_model_can_use(
+    card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     card(24)
-    memory = DeviceMemory(GPU, 0.97)
-    memory.weights, memory.step = 20 * GIB, GIB // 10
-    options = ModelOptions("x", dtype="bfloat16", quantize="int8", max_model_len=100)
-    assert advice(options, EngineConfig(), memory) == ("a smaller model or a larger GPU",)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (8, 0))
-    found = advice(ModelOptions("x", dtype="bfloat16", max_model_len=100), EngineConfig(), memory)
-    assert found[0].startswith("--quantize int8")
+    last = "a smaller model or a larger GPU"
+
+    def helps(capability: tuple[int, int], fused: bool = True, **options: Any) -> str:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: capability)
+        *found, end = lighter_weights(ModelOptions("x", **options), GPU, fused=fused)
+        assert end == last
+        return " ".join(one.partition(" (")[0] for one in found)
+
+    assert helps((8, 9), dtype="float32") == "--dtype bfloat16 --quantize fp8"
+    assert helps((8, 0)) == "--quantize int8"
+    assert helps((7, 5), dtype="float32") == "--dtype float16 --quantize int8"
+    assert helps((7, 0), dtype="float32") == "--dtype float16"
+    assert helps((9, 0), quantize="int8") == ""
+    assert helps((9, 0), backend="transformers") == ""
+    assert helps((9, 0), fused=False) == "", "transformers' code has no --quantize"
+    config = EngineConfig(max_num_batched_tokens=64, max_num_seqs=1, max_model_len=100)
+    assert smaller_steps(ModelOptions("x", max_model_len=100), config) == ("--max-num-batched-tokens below 64",)
+    assert smaller_steps(ModelOptions("x"), config)[1].startswith("--max-model-len below 100 ")
 
 
 def test_memory_that_ran_out_elsewhere_is_not_swallowed(card: Any) -> None:
     card(24)
-    with pytest.raises(RuntimeError, match="broken"), DeviceMemory(GPU, 0.9).guard("x", "y", tuple):
+    with pytest.raises(RuntimeError, match="broken"), DeviceMemory(GPU, 0.9).guard("x", "y", ()):
         raise RuntimeError("broken")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import weakref
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from engine.engine import Engine
 from engine.models.loading import LoadedModel
 from engine.request import Request
 from engine.scheduling import policy
+from engine.start.device_memory import DoesNotFit
 from kernels import ops
 from tests.engine.stub import expect_short_outputs
 from tests.engine.test_model import ask, finish, prompts
@@ -163,6 +165,38 @@ def test_the_pool_takes_what_weights_and_the_largest_step_leave_of_the_share(pat
     assert measured["step_mib"] > 0
     assert pool.numel() > 0.5 * total, "the pool takes what is left"
     assert peak <= 0.9 * total, "and steps fit beside it"
+
+
+@pytest.mark.parametrize(
+    ("total", "sizes", "message"),
+    [
+        (1 << 20, {}, r"no room for the check of the kernels in .* --dtype bfloat16"),
+        (1 << 25, {"num_blocks": 1 << 20}, r"no room for 1048576 KV blocks .* a lower --num-kv-blocks or none"),
+        (1 << 25, {"memory_bytes": 1 << 26}, r"no room for .* KV blocks .* a lower --kv-cache-memory or none"),
+        (1 << 25, {"utilization": 0.01}, r"MiB are missing\. What would help: --gpu-memory-utilization 0\.0"),
+    ],
+    ids=["checks", "blocks", "bytes", "share"],
+)
+def test_memory_that_does_not_suffice_is_told_in_one_line(
+    paths: Any, total: int, sizes: dict[str, Any], message: str
+) -> None:
+    model = ModelOptions(paths(CASES["llama"]), device="cuda", dtype="float32")
+    config = EngineConfig(block_size=0, max_num_batched_tokens=64, max_num_seqs=8)
+    with pretend_gpu(total=total, stand_ins=True):
+        with pytest.raises(DoesNotFit, match=message) as refused:
+            build_engine(model, config, CacheOptions(**sizes))
+        assert "\n" not in str(refused.value)
+        share = re.search(r"--gpu-memory-utilization ([0-9.]+) or higher", str(refused.value))
+        if share:
+            build_engine(model, config, CacheOptions(utilization=float(share[1])))
+
+
+def test_the_checks_at_the_start_take_no_more_memory_than_the_largest_step(paths: Any) -> None:
+    model = ModelOptions(paths(CASES["llama"]), device="cuda", dtype="float32")
+    config = EngineConfig(block_size=0, max_num_batched_tokens=64, max_num_seqs=8)
+    with pretend_gpu(total=3 << 20, stand_ins=True):
+        _, loaded = build_engine(model, config, CacheOptions())
+    assert loaded.serving.graphs
 
 
 def test_the_runner_that_was_measured_is_freed_before_the_pool_is_allocated(
