@@ -82,7 +82,17 @@ def check_invariance(usage: Usage, backend: AttentionBackend) -> str | None:
     device = usage.device
     backend.bind(_poisoned(case.blocks, backend.block_bytes, device))
     backend.write(0, case.keys.to(device), case.values.to(device), _batch_on(case.prefill, device))
-    options = {"scale": usage.scale, "window": usage.windows[0], "softcap": usage.softcap}
+    for window in usage.windows:
+        wrong = _depends_on_batch(usage, backend, case, window)
+        if wrong is not None:
+            return wrong
+    return None
+
+
+def _depends_on_batch(usage: Usage, backend: AttentionBackend, case: _Case, window: int | None) -> str | None:
+    """Compute each sequence of a case alone, whole and in two parts, and return what differs from the batch in bits."""
+    device = usage.device
+    options = {"scale": usage.scale, "window": window, "softcap": usage.softcap}
     queries, whole = case.queries.to(device), case.batch
     together = backend.attend(0, queries, _batch_on(whole, device), **options)  # type: ignore[arg-type]
     for s, (context, count) in enumerate(_PIECES):
@@ -91,7 +101,8 @@ def check_invariance(usage: Usage, backend: AttentionBackend) -> str | None:
             rows = slice(whole.cu_seqlens[s] + start, whole.cu_seqlens[s] + end)
             alone = backend.attend(0, queries[rows], _batch_on(part, device), **options)  # type: ignore[arg-type]
             if not torch.equal(alone.cpu(), together[rows].cpu()):
-                return f"rows {start} to {end} of a sequence of {context} tokens have other bits alone"
+                where = f"rows {start} to {end} of a sequence of {context} tokens with window {window}"
+                return f"{where} have other bits alone"
     return None
 
 

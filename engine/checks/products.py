@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, cast
 
 import torch
@@ -11,24 +12,50 @@ from engine.checks.compare import differs
 from engine.checks.usage import Usage
 from engine.models.feed_forward import Stack, StackedExperts
 from kernels import ops
+from kernels.linear import Precision
 from kernels.linear_cuda import CudaProduct, can_quantize, quantized_weight
+from kernels.quantize import quantize_rows
 
 _ROWS = (1, 37)
 _OUTPUTS = 272
 _EXPERTS = 8
-"""Number of experts of the check, at most."""
+"""Number of experts of the model's sizes, at most."""
+_SMALL = (64, 48)
+"""Hidden size and inner size of small experts."""
 _NOISE: dict[torch.dtype | None, float] = {None: 0.0, torch.int8: 0.03, torch.float8_e4m3fn: 0.06}
 """Relative error that quantised inputs add to a product of random factors: half a step of the highest of them."""
 
 
-def check_products(usage: Usage) -> str | None:
-    """Return what is wrong with products of the model's precision, or None."""
-    precision, inputs = usage.precision, usage.hidden_size
+def check_quantize(usage: Usage) -> str | None:
+    """Return what is wrong with 8-bit products, or with the quantisation of their inputs, or None."""
+    quantize, inputs = usage.precision.quantize, usage.hidden_size
+    if quantize is None or not can_quantize(quantize, inputs):
+        return None
+    x = _random((_ROWS[-1], inputs), usage.dtype, 8)
+    x[0], x[1, 0] = 0, 100 * inputs**0.5  # an outlier that leaves an error of 1 %
+    values, scales = quantize_rows(x.to(usage.device), quantize)
+    got = values.cpu().double() * scales.cpu().double()[:, None]
+    wrong = differs(f"{inputs} quantised columns", got, x.double(), 0, _NOISE[quantize])
+    # A batch-invariant model has products of its own, which `check_invariant_products` checks.
+    plain = dataclasses.replace(usage.precision, batch_invariant=False)
+    return wrong or _check_product(usage, plain)
+
+
+def check_invariant_products(usage: Usage) -> str | None:
+    """Return what is wrong with batch-invariant products, 8-bit ones and others, or None."""
+    plain = dataclasses.replace(usage.precision, quantize=None)
+    return _check_product(usage, plain) or _check_product(usage, usage.precision)
+
+
+def _check_product(usage: Usage, precision: Precision) -> str | None:
+    """Return what is wrong with products of this precision, or None."""
+    inputs = usage.hidden_size
     weight, bias = _random((_OUTPUTS, inputs), usage.dtype, 1) * inputs**-0.5, _random((_OUTPUTS,), usage.dtype, 2)
     product = CudaProduct(
         weight.to(usage.device), bias.to(usage.device), precision.quantize, batch_invariant=precision.batch_invariant
     )
-    quantized = precision.quantize if _quantizes(usage, inputs) else None
+    quantize = precision.quantize
+    quantized = quantize if quantize is not None and can_quantize(quantize, inputs) else None
     for rows in _ROWS:
         x = _random((rows, inputs), usage.dtype, 3)
         want = x.double() @ _exact(weight, quantized).T + bias.double()
@@ -40,44 +67,62 @@ def check_products(usage: Usage) -> str | None:
 
 
 def check_experts(usage: Usage) -> str | None:
-    """Return what is wrong with mixtures of experts, or None."""
+    """Return what is wrong with mixtures of experts, or None.
+
+    Few experts have the model's sizes. As many experts as the model has are small, for their weights are many.
+    """
     config = usage.experts
     if config is None:
         return None
-    count, inner, hidden = min(config.count, _EXPERTS), config.intermediate_size, usage.hidden_size
-    per_row = min(config.per_row, count)
+    few = min(config.count, _EXPERTS)
+    wrong = _check_mixture(usage, few, min(config.per_row, few), usage.hidden_size, config.intermediate_size)
+    if wrong is None and config.count > few:
+        wrong = _check_mixture(usage, config.count, config.per_row, *_SMALL)
+    return wrong
+
+
+def _check_mixture(usage: Usage, count: int, per_row: int, hidden: int, inner: int) -> str | None:
+    """Return what is wrong with a mixture of experts, or None.
+
+    Args:
+        usage: of the model.
+        count: number of experts.
+        per_row: number of experts that compute a row.
+        hidden: inputs of an expert.
+        inner: inputs of its second product.
+    """
+    assert usage.experts is not None
+    quantize = usage.precision.quantize
+    if quantize is not None and not (can_quantize(quantize, hidden) and can_quantize(quantize, inner)):
+        quantize = None  # as `engine.models.parameters` does
     up = _random((count, 2 * inner, hidden), usage.dtype, 4) * hidden**-0.5
     down = _random((count, hidden, inner), usage.dtype, 5) * inner**-0.5
     x = _random((_ROWS[-1], hidden), usage.dtype, 6)
     # No two scores are close, so that rounding does not decide which experts a row has.
     generator = torch.Generator().manual_seed(7)
     order = torch.stack([torch.randperm(count, generator=generator) for _ in range(x.shape[0])])
-    scores = torch.linspace(-3, 3, count)[order].to(usage.dtype)
+    spread = 3 * max(1.0, count / 128)
+    scores = torch.linspace(-spread, spread, count)[order].to(usage.dtype)
     silu = usage.gated[0][0] == "silu"
     mixture = StackedExperts(
         router=cast(Any, lambda _: scores.to(usage.device)),
-        gate_up=_stack(usage, up),
-        down=_stack(usage, down),
+        gate_up=_stack(usage, up, quantize),
+        down=_stack(usage, down, quantize),
         per_row=per_row,
-        normalise=config.normalise,
+        normalise=usage.experts.normalise,
         act_mul=ops.silu_mul if silu else ops.gelu_mul,
         batch_invariant=usage.precision.batch_invariant,
     )
-    quantized = usage.precision.quantize if _quantizes(usage, hidden) and _quantizes(usage, inner) else None
     shares, chosen = scores.double().softmax(-1).topk(per_row, -1)
-    if config.normalise:
+    if usage.experts.normalise:
         shares = shares / shares.sum(-1, keepdim=True)
     want = torch.zeros(x.shape, dtype=torch.float64)
     for row in range(x.shape[0]):
         for share, expert in zip(shares[row], chosen[row], strict=True):
-            gate, value = (_exact(up[expert], quantized) @ x[row].double()).chunk(2)
+            gate, value = (_exact(up[expert], quantize) @ x[row].double()).chunk(2)
             act = torch.nn.functional.silu(gate) if silu else torch.nn.functional.gelu(gate, approximate="tanh")
-            want[row] += share * (_exact(down[expert], quantized) @ (act * value))
-    return differs(f"mixture of {count} experts", mixture(x.to(usage.device)), want, 6, 2.5 * _NOISE[quantized])
-
-
-def _quantizes(usage: Usage, inputs: int) -> bool:
-    return usage.precision.quantize is not None and can_quantize(usage.precision.quantize, inputs)
+            want[row] += share * (_exact(down[expert], quantize) @ (act * value))
+    return differs(f"mixture of {count} experts", mixture(x.to(usage.device)), want, 6, 2.5 * _NOISE[quantize])
 
 
 def _exact(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -88,12 +133,11 @@ def _exact(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
     return values[: weight.shape[0]].double() * scales[:, None].double()
 
 
-def _stack(usage: Usage, weights: Tensor) -> Stack:
+def _stack(usage: Usage, weights: Tensor, quantize: torch.dtype | None) -> Stack:
     """Return the weights of all experts on the device."""
-    if not _quantizes(usage, weights.shape[2]):
+    if quantize is None:
         return Stack(weights.to(usage.device), None)
-    assert usage.precision.quantize is not None
-    values, scales = zip(*(quantized_weight(w, usage.precision.quantize) for w in weights), strict=True)
+    values, scales = zip(*(quantized_weight(w, quantize) for w in weights), strict=True)
     return Stack(torch.stack(values).to(usage.device), torch.stack(scales).to(usage.device))
 
 

@@ -16,7 +16,7 @@ import torch
 
 from engine.checks.attention import check_attention, check_invariance, check_write
 from engine.checks.operations import check_gates, check_norms
-from engine.checks.products import check_experts, check_products
+from engine.checks.products import check_experts, check_invariant_products, check_quantize
 from engine.checks.sampling import check_sampler
 from engine.checks.usage import Usage
 from engine.models.loading import LoadedModel
@@ -36,7 +36,7 @@ _COSTS = {
     "norm": "each layer launches some twenty kernels more",
     "gate": "each layer launches some ten kernels more",
     "sampler": "sampling takes longer",
-    "moe": "each layer of experts waits for the device",
+    "moe": "small steps compute every expert for every token, larger ones wait for the device in each layer",
     "matmul": "matrix products take longer",
     "quantize": "each matrix product launches some ten kernels more",
     "graphs": "each kernel of a decode step is launched by itself",
@@ -73,7 +73,7 @@ class SelfCheck:
         log.warning("kernel_fallback", kernel=part, reason=reason, instead=instead, effect=_COSTS[part])
 
     def attention(self, name: str) -> AttentionBackend:
-        """Return the first backend from `name` on that passes its check; `auto` begins with the fastest.
+        """Return the first backend that passes its check: the named one, then the others, the fastest first.
 
         Raises:
             ValueError: no backend has this name, or it cannot run the model.
@@ -81,7 +81,7 @@ class SelfCheck:
         """
         if name != AUTO and name not in backend_names():
             get_backend(name, self._spec)  # raises
-        names = backend_names() if name == AUTO else backend_names()[backend_names().index(name) :]
+        names = sorted(backend_names(), key=lambda candidate: candidate != name)  # stable: the named one first
         reasons: list[str] = []
         for candidate in names:
             backend_type = backend_class(candidate)
@@ -112,9 +112,9 @@ class SelfCheck:
         """
         checks = [("norm", check_norms), ("gate", check_gates), ("sampler", check_sampler)]
         if usage.precision.quantize is not None:
-            checks.append(("quantize", check_products))
+            checks.append(("quantize", check_quantize))
         if usage.precision.batch_invariant and usage.hidden_size:
-            checks.append(("matmul", check_products))
+            checks.append(("matmul", check_invariant_products))
         if usage.experts is not None:
             checks.append(("moe", check_experts))
         for group, check in checks:
@@ -162,13 +162,13 @@ def attempt(part: str, check: Check) -> str | None:
     """Run a check; return what is wrong, an exception included, in one line.
 
     Raises:
-        GpuFails: the device was lost, so that nothing else can run in this process.
+        GpuFails: the device was lost, so that nothing else can run in this process, or the check raised this.
         torch.OutOfMemoryError: the device is full, which says nothing about the kernel.
     """
     try:
         with torch.inference_mode():
             wrong = check()
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, GpuFails):
         raise
     except torch.AcceleratorError as error:
         hint = "name another backend with --attention" if part in ("attention", "write") else "update Triton and driver"

@@ -7,9 +7,11 @@ from collections.abc import Callable
 import torch
 
 from engine.checks.compare import limit, worst_error
+from engine.checks.selfcheck import GpuFails
 from engine.config import EngineConfig
 from engine.device.runner import DeviceRunner
 from engine.engine import Engine
+from engine.outputs import EngineBroken
 from engine.request import Request, SamplingParams
 from engine.sampling.text import TokenBytes
 from engine.scheduling.plan import Plan, Slice
@@ -115,8 +117,15 @@ def check_overlap(make: Callable[[bool], Engine], num_ids: int) -> str | None:
     Args:
         make: returns an engine, with overlap or without; both may use the same pool.
         num_ids: number of valid ids.
+
+    Raises:
+        GpuFails: the sequential steps fail.
     """
-    overlapped, sequential = (_ids(make(overlap), num_ids) for overlap in (True, False))
+    try:
+        sequential = _ids(make(False), num_ids)
+    except EngineBroken as error:
+        raise GpuFails(f"steps fail one after the other as well: {error}") from error
+    overlapped = _ids(make(True), num_ids)
     for name, ids in sequential.items():
         if overlapped.get(name) != ids:
             return f"request {name} gave the ids {overlapped.get(name)} instead of {ids}"

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from engine.build import CacheOptions, build_engine
 from engine.checks import operations, selfcheck
-from engine.checks.attention import check_attention, check_write
+from engine.checks.attention import check_attention, check_invariance, check_write
 from engine.checks.operations import check_gates, check_norms
-from engine.checks.products import check_experts, check_products
+from engine.checks.products import check_experts, check_invariant_products, check_quantize
 from engine.checks.sampling import check_sampler
 from engine.checks.selfcheck import GpuFails, attempt
 from engine.checks.usage import Usage
@@ -202,12 +202,16 @@ def test_a_wrong_sampler_is_caught_and_a_right_one_passes(dtype: torch.dtype, mo
         assert "instead of" in (check_sampler(on_gpu(usage(dtype))) or "")
 
 
-@pytest.mark.parametrize("quantize", [None, torch.int8, torch.float8_e4m3fn])
+QUANTIZED = (torch.int8, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("quantize", [None, *QUANTIZED])
 def test_wrong_products_are_caught_and_right_ones_pass(
     quantize: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experts = ExpertsConfig(12, 3, 128, True, frozenset())
     found = on_gpu(usage(torch.bfloat16, precision=Precision(quantize), experts=experts))
+    check_products = check_invariant_products if quantize is None else check_quantize
     multiply = linear_cuda.multiply
 
     def wrong(x: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -220,6 +224,50 @@ def test_wrong_products_are_caught_and_right_ones_pass(
         monkeypatch.setattr(feed_forward, "multiply", wrong)
         assert "product of 1 rows" in (check_products(found) or "")
         assert "mixture of 8 experts" in (check_experts(found) or "")
+
+
+@pytest.mark.parametrize("quantize", QUANTIZED)
+@pytest.mark.parametrize(("hidden", "inner"), [(192, 40), (40, 192), (40, 40)])
+def test_sizes_that_cannot_be_quantised_are_checked_without_it(quantize: torch.dtype, hidden: int, inner: int) -> None:
+    experts = ExpertsConfig(4, 2, inner, True, frozenset())
+    found = on_gpu(usage(torch.bfloat16, precision=Precision(quantize), experts=experts, hidden_size=hidden))
+    with pretend_gpu():
+        assert check_quantize(found) is None
+        assert check_experts(found) is None
+
+
+def test_a_mixture_that_is_wrong_only_with_as_many_experts_as_the_model_has_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = on_gpu(usage(torch.bfloat16, experts=ExpertsConfig(128, 8, 96, True, frozenset())))
+    choose = feed_forward._choose
+
+    def wrong(scores: Tensor, *args: Any) -> Any:
+        weights, chosen = choose(scores, *args)
+        return weights, chosen.clamp_max(63)
+
+    with pretend_gpu():
+        assert check_experts(found) is None
+        monkeypatch.setattr(feed_forward, "_choose", wrong)
+        assert "mixture of 128 experts" in (check_experts(found) or "")
+
+
+@pytest.mark.parametrize("quantize", QUANTIZED)
+def test_batch_invariant_products_are_checked_with_and_without_8_bit_factors(
+    quantize: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = on_gpu(usage(torch.bfloat16, precision=Precision(quantize, batch_invariant=True)))
+    multiply = linear_cuda.multiply
+
+    def wrong(x: Tensor, weight: Tensor, *args: Any, batch_invariant: bool) -> Tensor:
+        y = multiply(x, weight, *args, batch_invariant=batch_invariant)
+        return y * 1.1 if batch_invariant and weight.dtype == torch.bfloat16 else y
+
+    with pretend_gpu():
+        assert check_invariant_products(found) is None
+        monkeypatch.setattr(linear_cuda, "multiply", wrong)
+        assert check_quantize(found) is None, "quantisation is not to blame"
+        assert "product of 1 rows" in (check_invariant_products(found) or "")
 
 
 # ── what replaces what fails ──────────────────────────────────────────────────────────────────────────────────────
@@ -303,6 +351,18 @@ def test_a_kernel_that_does_not_compile_is_replaced_even_if_its_backend_was_name
     assert loaded.serving.attention == "reference"
 
 
+def test_a_wrong_backend_that_was_named_is_replaced_by_the_fastest_other_one(
+    path: str, first: type[First], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash = type("Flash", (First,), {"factor": 1.1})
+    flash.name = "flash"
+    others = selfcheck.backend_class
+    monkeypatch.setattr(selfcheck, "backend_class", lambda name: flash if name == "flash" else others(name))
+    with pretend_gpu():
+        loaded, logs = build(path, attention="flash")
+    assert fallbacks(logs)["attention"]["instead"] == loaded.serving.attention == "triton"
+
+
 def test_a_right_backend_is_kept_without_a_warning(path: str, first: type[First]) -> None:
     with pretend_gpu():
         loaded, logs = build(path)
@@ -370,6 +430,30 @@ def test_overlapped_steps_that_give_other_ids_are_turned_off(path: str, monkeypa
     assert "overlap" in warnings
     assert "instead of" in warnings["overlap"]["reason"]
     assert loaded.serving.facts()["overlap"] == "off"
+
+
+def test_a_model_whose_steps_fail_with_overlap_and_without_does_not_start(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: DeviceRunner, plan: Any) -> Any:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(DeviceRunner, "launch", fails)
+    with pretend_gpu(), pytest.raises(GpuFails, match=r"one after the other as well.*no kernel image"):
+        build(path)
+
+
+def test_attention_that_depends_on_the_batch_in_one_window_is_caught() -> None:
+    class Backend(ReferenceBackend):
+        name = "wrong"
+
+        def attend(self, layer: int, q: Tensor, batch: AttentionBatch, **options: Any) -> Tensor:
+            out = super().attend(layer, q, batch, **options)
+            return 2 * out if options["window"] and batch.num_sequences > 1 else out
+
+    found = usage(torch.bfloat16)
+    assert check_invariance(found, ReferenceBackend(found.spec)) is None
+    assert "with window 300" in (check_invariance(found, Backend(found.spec)) or "")
 
 
 def test_nothing_is_checked_on_a_cpu(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
