@@ -201,6 +201,7 @@ class Engine:
             EngineBroken: the canary failed.
             torch.AcceleratorError: the device is lost.
         """
+        self._live.apply_drops()
         self._pipeline.settle()
         wrong = self._canary.run()
         if wrong is not None:

@@ -205,6 +205,8 @@ class Schedule:
             self._cancel(self.chance.choice(live))
         elif kind < 0.07:
             self._drop(self.chance.choice(live))
+        if self.chance.random() < 0.01:
+            self.engine.check()
 
     def _cancel(self, name: str) -> None:
         self.happened["cancel"] += 1

@@ -282,6 +282,17 @@ def test_the_canary_runs_while_no_step_is_in_flight_and_loses_no_output() -> Non
         assert in_flight <= 1 or plan.slices[0].seq.request.id != CANARY_ID
 
 
+def test_a_request_dropped_before_a_check_has_no_further_output() -> None:
+    engine, _ = make_engine(overlap=True)
+    one = request("a", [1, 2, 3], 9, ignore_eos=True)
+    engine.add(one)
+    engine.step()
+    engine.drop("a")
+    engine.check()
+    assert not engine.step()
+    expect_idle(engine)
+
+
 def test_a_request_that_raises_is_run_alone_with_no_step_in_flight() -> None:
     engine, runner = make_engine(overlap=True)
     runner.raises.add("r1")
