@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def _engine(setup: Setup, dtype: torch.dtype, **limits: Any) -> tuple[Engine, LoadedModel]:
-    model = models.random_model(setup, setup.pick("135M", "tiny"), dtype)
+    model = models.Random(setup.pick("135M", "tiny"), dtype)
     return models.build(setup, model, attention="triton", **limits)
 
 
@@ -62,7 +62,7 @@ def start(setup: Setup) -> Iterator[Line]:
 
 
 def _start(setup: Setup, dtype: torch.dtype, precision: dict[str, Any]) -> str:
-    model = models.random_model(setup, setup.pick("small", "tiny"), dtype, **precision)
+    model = models.Random(setup.pick("small", "tiny"), dtype, **precision)
     engine, loaded = models.build(setup, model, attention="triton", max_num_seqs=setup.pick(32, 2), checked=True)
     if precision.get("batch_invariant") and not loaded.batch_invariant:
         raise ValueError("the worker does not report batch_invariant")
@@ -230,8 +230,9 @@ def _memory(setup: Setup) -> Line:
 
     name = setup.pick("1B", "tiny")
     with mock.patch.object(Graphs, "capture", measured):
-        model = models.random_model(setup, name)
-        engine, _ = models.build(setup, model, attention="triton", pool=None, max_num_seqs=setup.pick(128, 3))
+        engine, _ = models.build(
+            setup, models.Random(name), attention="triton", pool=None, max_num_seqs=setup.pick(128, 3)
+        )
     pool: Tensor = engine.runner.pool  # type: ignore[attr-defined]
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -98,16 +98,22 @@ class Ids:
         return bytes([97 + token % 26])
 
 
-def random_model(
-    setup: Setup, name: str, dtype: torch.dtype | None = None, *, quantize: str = "none", batch_invariant: bool = False
-) -> LoadedModel:
-    """Draw the weights of a model on the device.
+@dataclass(frozen=True)
+class Random:
+    """A model of random weights. They are drawn while an engine is built, which measures the memory that they take."""
 
-    Args:
-        setup: the GPU, real or pretended.
-        name: one of `SHAPES`.
-        dtype: None: bf16, or fp32 in the reduced form.
-        quantize, batch_invariant: as in `ModelOptions`.
+    name: str
+    """One of `SHAPES`."""
+    dtype: torch.dtype | None = None
+    """None: bf16, or fp32 in the reduced form."""
+    quantize: str = "none"
+    """As in `ModelOptions`."""
+    batch_invariant: bool = False
+    """As in `ModelOptions`."""
+
+
+def random_model(setup: Setup, model: Random) -> LoadedModel:
+    """Draw the weights of a model on the device, real or pretended.
 
     Raises:
         Skip: this GPU has no such products.
@@ -122,14 +128,14 @@ def random_model(
     from engine.models.rope import rotary_table
     from engine.models.weights import LoadError
 
-    shape, device = SHAPES[name], setup.device
-    options = ModelOptions(name, quantize=cast(Any, quantize), batch_invariant=batch_invariant)
+    shape, device = SHAPES[model.name], setup.device
+    options = ModelOptions(model.name, quantize=cast(Any, model.quantize), batch_invariant=model.batch_invariant)
     try:
         check_precision(options, torch.device(device))
     except LoadError as reason:
         raise Skip(str(reason)) from reason
     precision = precision_of(options)
-    dtype = dtype or setup.pick(torch.bfloat16, torch.float32)
+    dtype = model.dtype or setup.pick(torch.bfloat16, torch.float32)
     longest: int = setup.pick(MAX_MODEL_LEN, 64)
     config = DecoderConfig(
         vocab_size=shape.vocab,
@@ -194,7 +200,7 @@ _SLOW_CHECKS = (
 
 def build(
     setup: Setup,
-    model: LoadedModel | str,
+    model: Random | str,
     dtype: str = "auto",
     attention: str = "auto",
     *,
@@ -206,7 +212,7 @@ def build(
 
     Args:
         setup: the GPU, real or pretended.
-        model: a model in memory, or what `--model` takes.
+        model: a random model, or what `--model` takes.
         dtype: dtype of a model in files.
         attention: name of the attention backend.
         pool: bytes of the KV pool; None: what `--gpu-memory-utilization` leaves.
@@ -220,16 +226,21 @@ def build(
     from engine.config import EngineConfig, ModelOptions
     from engine.start.device_memory import DoesNotFit
 
-    path = model if isinstance(model, str) else model.name
+    drawn = Random(model) if isinstance(model, str) else model
     limits.setdefault("max_num_batched_tokens", setup.pick(2048, 16))
     device, kind = cast(Any, setup.device), cast(Any, dtype)
-    invariant = not isinstance(model, str) and model.precision.batch_invariant
-    longest = setup.pick(1024, 64)
-    options = ModelOptions(path, device=device, dtype=kind, max_model_len=longest, batch_invariant=invariant)
+    options = ModelOptions(
+        drawn.name,
+        device=device,
+        dtype=kind,
+        max_model_len=setup.pick(1024, 64),
+        quantize=cast(Any, drawn.quantize),
+        batch_invariant=drawn.batch_invariant,
+    )
     cache = CacheOptions(memory_bytes=setup.pick(pool, 4 << 20), attention=attention)
     with contextlib.ExitStack() as stack:
         if not isinstance(model, str):
-            stack.enter_context(mock.patch("engine.build.load_model", return_value=model))
+            stack.enter_context(mock.patch("engine.build.load_model", side_effect=lambda _: random_model(setup, drawn)))
         for name in () if checked else _SLOW_CHECKS:
             stack.enter_context(mock.patch(name, return_value=None))
         try:

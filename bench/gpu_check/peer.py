@@ -62,8 +62,7 @@ def _line(what: str, prompts: list[list[int]], count: int, seconds: float, how: 
 
 
 def _tokenmill(setup: Setup, shape: Shape, prompts: list[list[int]], count: int) -> Line:
-    model = models.random_model(setup, shape.name)
-    engine, _ = models.build(setup, model, attention="triton", pool=None, max_num_seqs=len(prompts))
+    engine, _ = models.build(setup, models.Random(shape.name), attention="triton", pool=None, max_num_seqs=len(prompts))
     for name, tokens in (("warm", 4), ("timed", count)):
         requests = [models.greedy(f"{name}{i}", prompt, tokens) for i, prompt in enumerate(prompts)]
         torch.cuda.synchronize()

@@ -50,7 +50,7 @@ def _steps(setup: Setup, shape: Shape, model: str | None = None) -> Iterator[Lin
     copy = copy_bandwidth(setup)
     begun = time.perf_counter()
     batches = setup.pick((1, 8, 32, 128), (3,))
-    source = model or models.random_model(setup, shape.name)
+    source = model or models.Random(shape.name)
     try:
         limits = {"pool": None, "checked": not setup.reduced, "max_num_seqs": max(batches)}
         engine, loaded = models.build(setup, source, attention="triton", **limits)

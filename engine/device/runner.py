@@ -150,6 +150,9 @@ class DeviceRunner:
             return drawn
         except BaseException:
             self.block_tables.forget()
+            # Triton and cuBLAS report that the device is lost as a RuntimeError; this wait, as an AcceleratorError.
+            if self.pool.device.type == "cuda":
+                torch.cuda.synchronize(self.pool.device)
             raise
 
     def forget(self, seq: Sequence) -> None:

@@ -46,7 +46,8 @@ def prepare(
     token_bytes = loaded.tokenizer.token_bytes
     _show_invariance(runner, loaded)
     runner.pool[:1].zero_()  # the block that these steps read
-    warm_up(runner, config, config.num_blocks * config.block_size, token_bytes)
+    experts = loaded.decoder is not None and loaded.decoder.experts is not None
+    warm_up(runner, config, config.num_blocks * config.block_size, token_bytes, experts)
     if graphs:
         _capture(runner, config, loaded, checks)
     else:

@@ -68,9 +68,21 @@ def run_largest(runner: Runner, config: EngineConfig, kv_tokens: int, token_byte
         run(runner, largest_step(limits, kv_tokens, token_bytes))
 
 
-def warm_up(runner: Runner, config: EngineConfig, kv_tokens: int, token_bytes: TokenBytes) -> None:
-    """Run the largest steps and small ones with each kind of sampling, so that no kernel is compiled while jobs run."""
+def warm_up(
+    runner: Runner, config: EngineConfig, kv_tokens: int, token_bytes: TokenBytes, experts: bool = False
+) -> None:
+    """Run the largest steps and small ones with each kind of sampling, so that no kernel is compiled while jobs run.
+
+    Args:
+        runner, config, kv_tokens, token_bytes: as in `run_largest`.
+        experts: whether the model has experts. The tiles of their products follow the number of rows: each step with
+            half the rows of the step before runs as well.
+    """
     run_largest(runner, config, kv_tokens, token_bytes)
+    tokens = config.max_num_batched_tokens // 2 if experts else 0
+    while tokens:
+        run(runner, largest_step(dataclasses.replace(config, max_num_batched_tokens=tokens), kv_tokens, token_bytes))
+        tokens //= 2
     plain = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
     drawn = dataclasses.replace(plain, temperature=1.0)
     informed = dataclasses.replace(plain, logprobs=0, prompt_logprobs=0)

@@ -21,6 +21,8 @@ from kernels.triton.matmul import INNER, Tile, accumulate, capability, constants
 
 _CHUNK = 1024
 """Pairs that a program of `_plan` reads at a time."""
+_TILES = 128
+"""Tiles that a program of `_plan` writes at a time."""
 _COLUMNS = 1024
 """Columns of a program of `_combine`."""
 
@@ -83,12 +85,14 @@ def _plan(
     tile = tl.sum(tl.where(at < expert, needed, 0), 0)
     number = tl.sum(tl.where(at == expert, needed, 0), 0)
     rest = expert == EXPERTS
-    item = tl.arange(0, TILES)
-    mask = item < tl.where(rest, max_tiles - tile, number)
-    place = tiles + (tile + item) * 3
-    tl.store(place, tl.where(rest, -1, expert) + item * 0, mask=mask)
-    tl.store(place + 1, start + item * ROWS, mask=mask)
-    tl.store(place + 2, end + item * 0, mask=mask)
+    number = tl.where(rest, max_tiles - tile, number)
+    for first in range(0, number, TILES):
+        item = first + tl.arange(0, TILES)
+        mask = item < number
+        place = tiles + (tile + item) * 3
+        tl.store(place, tl.where(rest, -1, expert) + item * 0, mask=mask)
+        tl.store(place + 1, start + item * ROWS, mask=mask)
+        tl.store(place + 2, end + item * 0, mask=mask)
     for first in range(0, pairs, CHUNK):
         pair = first + tl.arange(0, CHUNK)
         hit = (tl.load(chosen + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
@@ -206,7 +210,7 @@ def plan(chosen: Tensor, experts: int, tile: Tile) -> Plan:
         _plan, (experts + 1,),
         chosen, order, tiles, pairs, max_tiles,
         EXPERTS=experts, WIDTH=triton.next_power_of_2(experts + 1), ROWS=tile.rows,
-        TILES=triton.next_power_of_2(max_tiles), CHUNK=_CHUNK, num_warps=4,
+        TILES=_TILES, CHUNK=_CHUNK, num_warps=4,
     )  # fmt: skip
     return Plan(order, tiles, per_row, tile)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bench.gpu_check import kernels, models, sampling
 from bench.gpu_check.claims import claims
+from bench.gpu_check.models import Random
 from bench.gpu_check.parity import compare, tiny_model
 from bench.gpu_check.rows import ROWS, TOTAL_SECONDS
 from bench.gpu_check.steps import idle_share
@@ -207,12 +208,12 @@ def test_ids_that_a_rounding_explains_pass_and_other_ids_are_found() -> None:
 
 
 def test_a_random_model_has_the_precision_that_is_asked_for_or_is_skipped_with_the_reason() -> None:
-    plain = models.random_model(ON_CPU, "tiny")
+    plain = models.random_model(ON_CPU, Random("tiny"))
     assert (plain.num_heads, plain.precision.batch_invariant) == (2, False)
-    assert models.random_model(ON_CPU, "tiny", batch_invariant=True).precision.batch_invariant
-    assert models.random_model(ON_CPU, "tiny", quantize="int8").precision.quantize == torch.int8
+    assert models.random_model(ON_CPU, Random("tiny", batch_invariant=True)).precision.batch_invariant
+    assert models.random_model(ON_CPU, Random("tiny", quantize="int8")).precision.quantize == torch.int8
     with pytest.raises(Skip, match="fp8 needs a GPU"):
-        models.random_model(ON_CPU, "tiny", quantize="fp8")
+        models.random_model(ON_CPU, Random("tiny", quantize="fp8"))
 
 
 def test_waits_are_counted_by_kind_and_asynchronous_copies_are_none() -> None:

@@ -138,3 +138,20 @@ def test_a_step_in_flight_waits_for_nothing_and_its_result_for_one_event(paths: 
             with gpu.watch() as waits:
                 engine.step()
             assert [wait.what for wait in waits] == ["event"]
+
+
+def test_a_lost_device_is_no_fault_of_the_requests_although_triton_reports_it_as_a_runtime_error(
+    paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pretend_gpu(total=1 << 30, stand_ins=True) as gpu:
+        engine, runner = on_gpu(paths["llama"], False)
+        for i, prompt in enumerate(prompts(300, [5, 6], seed=4)):
+            engine.add(ask(f"r{i}", prompt, 4))
+
+        def wrong(batch: object) -> torch.Tensor:
+            gpu.queue.add("kernel", lambda: 1 / 0)
+            raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+        monkeypatch.setattr(runner.model, "forward", wrong)
+        with pytest.raises(torch.AcceleratorError):
+            engine.step()

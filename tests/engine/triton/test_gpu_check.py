@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from bench.gpu_check import engines
+from bench.gpu_check.models import SHAPES
 from bench.gpu_check.table import Setup, machine
 from engine.device.graphs import Graph
 from engine.engine import Engine
+from engine.start.device_memory import DeviceMemory
 
 SETUP = Setup(reduced=True)
 
@@ -53,3 +55,12 @@ def test_an_id_that_differs_with_overlap_is_found(engine: Engine, monkeypatch: p
     monkeypatch.setattr(engines.models, "run", wrong)
     with pytest.raises(ValueError, match="2 of 2 requests get other ids"):
         engines._overlap(SETUP, engine)
+
+
+def test_the_memory_of_a_random_model_is_measured_as_weights_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(DeviceMemory, "check_end", lambda self, _: found.append((self.weights, self.elsewhere)))
+    with machine(SETUP):
+        engines._engine(SETUP, torch.float32, max_num_seqs=1)
+    ((weights, elsewhere),) = found
+    assert weights > 4 * SHAPES["tiny"].step_weights > elsewhere == 0

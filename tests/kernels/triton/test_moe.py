@@ -50,11 +50,13 @@ def test_among_equal_scores_the_first_experts_are_chosen() -> None:
     assert chosen.tolist() == [[0, 1, 2], [0, 1, 2]]
 
 
+@pytest.mark.parametrize("at_once", [moe._TILES, 4])
 @pytest.mark.parametrize("tile", [TILE, Tile(64, 32, 32, 4, 3)])
 @pytest.mark.parametrize(("rows", "experts", "per_row"), [*CASES, (700, 3, 2)])
 def test_a_plan_sorts_pairs_stably_and_tiles_hold_every_place_once(
-    rows: int, experts: int, per_row: int, tile: Tile
+    rows: int, experts: int, per_row: int, tile: Tile, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(moe, "_TILES", at_once)
     chosen = torch.rand(rows, experts).topk(per_row).indices.sort(-1).values.to(torch.int32)
     plan = moe.plan(chosen, experts, tile)
     flat = chosen.flatten().long()
@@ -66,6 +68,14 @@ def test_a_plan_sorts_pairs_stably_and_tiles_hold_every_place_once(
             assert {int(flat[plan.order[i].long()]) for i in covered} == {expert}
             places += covered
     assert places == list(range(rows * per_row))
+
+
+def test_a_plan_of_any_number_of_rows_is_made_by_the_same_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = []
+    monkeypatch.setattr(moe, "launch", lambda *_, **constants: options.append(constants))
+    for rows in (1, 2, 30, 500):
+        moe.plan(torch.zeros((rows, 2), dtype=torch.int32), 8, TILE)
+    assert options == options[:1] * 4
 
 
 def test_pairs_whose_rows_all_have_one_expert_fill_its_tiles() -> None:
