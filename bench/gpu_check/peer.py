@@ -81,7 +81,7 @@ def _generate_batch(setup: Setup, shape: Shape, prompts: list[list[int]], count:
         try:
             found[how] = _generated(setup, model, prompts, count, options)
             said.append(f"{how} {count * len(prompts) / found[how]:.0f}")
-        except (RuntimeError, ValueError, TypeError, AttributeError, ImportError) as error:
+        except (RuntimeError, ValueError, TypeError, AttributeError, ImportError, MemoryError) as error:
             said.append(f"{how}: {type(error).__name__}: {error}"[:120])
         gc.collect()
     if not found:

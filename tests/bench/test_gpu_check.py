@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.gpu_check import kernels, models, sampling
+from bench.gpu_check import kernels, models, peer, sampling
 from bench.gpu_check.claims import claims
 from bench.gpu_check.models import Random
 from bench.gpu_check.parity import compare, tiny_model
@@ -214,6 +214,16 @@ def test_a_random_model_has_the_precision_that_is_asked_for_or_is_skipped_with_t
     assert models.random_model(ON_CPU, Random("tiny", quantize="int8")).precision.quantize == torch.int8
     with pytest.raises(Skip, match="fp8 needs a GPU"):
         models.random_model(ON_CPU, Random("tiny", quantize="fp8"))
+
+
+def test_the_peer_is_skipped_with_the_reasons_if_none_of_its_configurations_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    errors = iter([MemoryError("no room for its cache"), TypeError("no such option")])
+    monkeypatch.setattr(peer, "stock_llama", lambda *_: None)
+    monkeypatch.setattr(peer, "_generated", lambda *_: fail(next(errors)))
+    with pytest.raises(Skip, match=r"no room for its cache.*no such option"):
+        peer._generate_batch(ON_CPU, models.SHAPES["tiny"], [[1]], 1)
 
 
 def test_waits_are_counted_by_kind_and_asynchronous_copies_are_none() -> None:
