@@ -210,7 +210,7 @@ def plan(chosen: Tensor, experts: int, tile: Tile) -> Plan:
         _plan, (experts + 1,),
         chosen, order, tiles, pairs, max_tiles,
         EXPERTS=experts, WIDTH=triton.next_power_of_2(experts + 1), ROWS=tile.rows,
-        TILES=_TILES, CHUNK=_CHUNK, num_warps=4,
+        TILES=_TILES, CHUNK=_CHUNK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return Plan(order, tiles, per_row, tile)
 
