@@ -354,6 +354,22 @@ def test_a_prefix_is_found_once_the_ids_of_its_step_are_known() -> None:
     assert finished["b"].choices == finished["a"].choices
 
 
+def test_a_request_that_waits_for_a_prefix_starts_while_the_sequence_that_computed_it_runs(overlap: bool) -> None:
+    engine, _ = make_engine()
+    prompt = list(range(1, 14))
+    for name in ("a", "b"):
+        engine.add(request(name, prompt, 20, ignore_eos=True))
+    engine.step()
+    assert engine.stats().waiting == 1
+    engine.step()
+    engine.step()
+    assert engine.stats().running == 2
+    finished = {last.request_id: last for output in steps(engine) for last in output.finished}
+    assert [finished[name].cached_tokens for name in ("a", "b")] == [0, 12]
+    assert finished["a"].choices == finished["b"].choices
+    expect_idle(engine)
+
+
 # ── the gate ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
