@@ -57,7 +57,8 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
     loaded = _load(model, config, memory)
     backend, checks = _checked(loaded, config, cache, memory, model)
     loaded.batch_invariant = loaded.batch_invariant and backend.batch_invariant
-    check_backend(model, backend, shown=loaded.batch_invariant)
+    replaced = loaded.serving.fallbacks.get("attention", "")
+    check_backend(model, backend, shown=loaded.batch_invariant, replaced=replaced)
     available = available_bytes()
     config = _with_defaults(config, loaded, backend)
 

@@ -10,6 +10,8 @@ from kernels import triton as gpu
 FP8 = torch.float8_e4m3fn
 LIMITS = {torch.int8: 127.0, FP8: 448.0}
 """Dtype → the highest value that a row is scaled to."""
+LEAST = 1e-30
+"""A row without a larger element counts as zeros: the inverse of its scale could overflow."""
 _CHUNK = 1 << 24
 """Elements of a weight that are quantised at a time, so that their fp32 copies take little memory."""
 
@@ -18,7 +20,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, *, rows: int | None = None) -> 
     """Quantise each row, so that values times scale are close to it.
 
     An element's error is at most half a scale in int8; in fp8 at most 1/16 of the element, or 2^-10 scales if that is
-    more.
+    more. A row without an element above `LEAST` becomes zeros.
 
     Args:
         x: `[T, cols]`.
@@ -43,6 +45,7 @@ def reference(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantise each row with operations of torch; see `quantize_rows`."""
     wide, limit = x.float(), LIMITS[dtype]
     top = wide.abs().amax(-1)
+    top = torch.where(top <= LEAST, 0, top)  # NaN stays
     # Not `limit / top`: torch would multiply by the reciprocal, which rounds twice.
     inverse = torch.where(top > 0, torch.full_like(top, limit) / top, 0)
     values = (wide * inverse[:, None]).clamp_(-limit, limit).nan_to_num_(0)

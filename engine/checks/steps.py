@@ -41,12 +41,15 @@ def check_graphs(runner: DeviceRunner, config: EngineConfig, token_bytes: TokenB
         config: limits of the engine.
         token_bytes: bytes of an id.
     """
-    room = runner.pool.shape[0] // 2
+    room = max(1, runner.pool.shape[0] // 2)
     sizes = [size for size in dict.fromkeys((*_SIZES, config.max_num_seqs)) if size <= min(config.max_num_seqs, room)]
     shared = runner.pool.shape[0] - max(sizes, default=0)
     runner.pool.fill_(0xFF)
-    lengths = dict.fromkeys(min(length, config.max_model_len, shared * config.block_size) for length in _LONGEST)
-    _write(runner, range(max(lengths)), list(range(shared)))
+    lengths = dict.fromkeys(
+        min(length, config.max_model_len, max(1, shared) * config.block_size) for length in _LONGEST
+    )
+    if shared:
+        _write(runner, range(max(lengths)), list(range(shared)))
     for size in sizes:
         for longest in lengths:
             wrong = _compare(runner, _decodes(runner, size, longest, shared, config.block_size, token_bytes))

@@ -61,13 +61,14 @@ def _check_quantize(quantize: str, device: torch.device) -> None:
         )
 
 
-def check_backend(options: ModelOptions, backend: AttentionBackend, *, shown: bool) -> None:
+def check_backend(options: ModelOptions, backend: AttentionBackend, *, shown: bool, replaced: str = "") -> None:
     """Refuse `--batch-invariant` where the attention or the products give a row other bits in other batches.
 
     Args:
         options: of the model.
         backend: its attention.
         shown: whether a CPU's products and attention gave equal bits in a test run.
+        replaced: why another backend was replaced by this one; empty: it was chosen.
 
     Raises:
         LoadError: the message says what would work.
@@ -81,4 +82,6 @@ def check_backend(options: ModelOptions, backend: AttentionBackend, *, shown: bo
                 "batches; try --attention cpu or --attention reference, and another --dtype"
             )
     elif not backend.batch_invariant_on_gpu:
+        if replaced:
+            raise LoadError(f"--batch-invariant on a GPU needs the triton attention backend, which failed: {replaced}")
         raise LoadError(f"--batch-invariant on a GPU needs --attention triton, not {backend.name}")

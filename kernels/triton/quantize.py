@@ -43,6 +43,7 @@ def _quantize(x, values, scales, x_stride, cols, WIDTH: tl.constexpr, FP8: tl.co
         size = tl.abs(tl.load(x + row * x_stride + at, mask=at < cols, other=0.0).to(tl.float32))
         broken += tl.sum(tl.where(size < float("inf"), 0, 1), 0)
         top = tl.maximum(top, tl.max(tl.where(size < float("inf"), size, 0.0), 0))
+    top = tl.where(top > 1e-30, top, 0.0)  # `kernels.quantize.LEAST`
     inverse = tl.where(top > 0, tl.div_rn(LIMIT, tl.where(top > 0, top, 1.0)), 0.0)
     for first in range(0, cols, WIDTH):
         at = first + tl.arange(0, WIDTH)

@@ -28,6 +28,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "stop ids": {"ignore_eos": False, "stop_token_ids": frozenset(range(100, 140))},
     "grammar": {"temperature": 0.9, "seed": 15},
     "grammar, greedy": {},
+    "grammar and penalties": {"temperature": 0.9, "seed": 16, "n": 2, "repetition_penalty": 1.3, "logprobs": 2},
+    "everything": {"temperature": 0.8, "seed": 17, "n": 2, "top_k": 40, "top_p": 0.95, "min_p": 0.01,
+                   "repetition_penalty": 1.1, "frequency_penalty": 0.1, "min_tokens": 2, "logprobs": 20,
+                   "prompt_logprobs": 20, "logit_bias": tuple((i, i % 7 - 3.0) for i in range(300)),
+                   "bans": Bans(frozenset(range(40, 80)), frozenset(), ((5, 6),)),
+                   "ignore_eos": False, "stop_token_ids": frozenset({7, 8})},
 }  # fmt: skip
 """Name → parameters. A name that begins with `grammar` gets a grammar, see `requests`."""
 

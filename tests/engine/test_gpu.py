@@ -17,6 +17,7 @@ import torch
 import engine.build
 from engine.build import CacheOptions, build_engine
 from engine.config import EngineConfig, ModelOptions
+from engine.device.graphs import Graph
 from engine.device.runner import DeviceRunner
 from engine.engine import Engine
 from engine.models.loading import LoadedModel
@@ -197,6 +198,16 @@ def test_the_checks_at_the_start_take_no_more_memory_than_the_largest_step(paths
     with pretend_gpu(total=3 << 20, stand_ins=True):
         _, loaded = build_engine(model, config, CacheOptions())
     assert loaded.serving.graphs
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_graphs_are_checked_in_the_smallest_pool(paths: Any, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = Graph.replay
+    with pretend_gpu(stand_ins=True):
+        assert build(paths(CASES["llama"]), "cuda", blocks=blocks, max_num_seqs=4)[1].serving.graphs
+        monkeypatch.setattr(Graph, "replay", lambda self: replay(self) + 1)
+        serving = build(paths(CASES["llama"]), "cuda", blocks=blocks, max_num_seqs=4)[1].serving
+    assert "graphs" in serving.fallbacks
 
 
 def test_the_runner_that_was_measured_is_freed_before_the_pool_is_allocated(

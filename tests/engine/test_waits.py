@@ -105,3 +105,18 @@ def test_each_precision_and_implementation_waits_for_one_event_a_step(paths: dic
     else:
         engine, loaded = build(path, "cpu", **options)
         assert got.ids == play(engine, [one for kind in kinds for one in requests(kind, loaded)]).ids
+
+
+def test_a_canary_beside_a_step_in_flight_waits_for_events_alone_and_changes_no_id(paths: dict[str, str]) -> None:
+    engine, loaded = build(paths["llama"], "cpu")
+    want = play(engine, requests("choices", loaded))
+    with pretend_gpu(stand_ins=True) as gpu:
+        engine, loaded = engine_on_gpu(paths["llama"], overlap=True, graphs=True)
+        for one in requests("choices", loaded):
+            engine.add(one)
+        for _ in range(3):
+            engine.step()
+        with gpu.watch() as waited:
+            engine.check()
+        assert {wait.what for wait in waited} == {"event"}
+        assert play(engine, [], gpu).ids == want.ids

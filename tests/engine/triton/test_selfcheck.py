@@ -208,3 +208,23 @@ def test_batch_invariance_is_reported_where_it_was_shown_and_refused_where_not(
     monkeypatch.setattr("engine.start.prepare.shows_invariance", lambda model: False)
     with pytest.raises(LoadError, match="--batch-invariant: products or norms"):
         invariant(batch_invariant=True)
+
+
+@pytest.mark.usefixtures("kernels_alone")
+def test_batch_invariance_without_the_triton_attention_is_refused_with_what_failed(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = importlib.import_module("kernels.triton.attention")
+    monkeypatch.setattr(kernels, "attend", slightly_wrong(kernels.attend, scale=1.05))
+    with pytest.raises(LoadError, match=r"needs the triton attention backend, which failed: triton: attention"):
+        start(path, graphs=False, batch_invariant=True)
+
+
+@pytest.mark.usefixtures("kernels_alone")
+def test_two_wrong_groups_are_replaced_each_for_itself(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, function in (("ops", "rms_norm"), ("write", "write_rotated")):
+        kernels = importlib.import_module(f"kernels.triton.{module}")
+        monkeypatch.setattr(kernels, function, slightly_wrong(getattr(kernels, function), result=torch.nan))
+    serving, logs = start(path, graphs=False)
+    assert fallbacks(logs).keys() == serving.fallbacks.keys() == triton.disabled().keys() == {"norm", "write"}
+    assert len([entry for entry in logs if entry["event"] == "kernel_fallback"]) == 2

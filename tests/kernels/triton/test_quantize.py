@@ -62,3 +62,15 @@ def test_padding_between_rows_is_not_read_and_further_rows_are_not_written(dtype
     assert torch.equal(scales[:3], want_scales)
     assert (values[3:].float() == 7).all()
     assert (scales[3:] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-37, 1.2e-36, 1e-31, 1e-29, 1e38])
+def test_rows_of_tiny_or_huge_numbers_keep_their_zeros(dtype: torch.dtype, size: float) -> None:
+    x = torch.zeros(3, 48)
+    x[0, 5] = size
+    x[1] = size * torch.randn(48).clamp(-3, 3)
+    for values, scales in (quantized(x, dtype), product.reference(x, dtype)):
+        close = values.float() * scales[:, None]
+        assert (close - x).abs().max() <= max(size * 3 / 16, product.LEAST)
+        assert not values[0, :5].float().any()
