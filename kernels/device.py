@@ -21,6 +21,11 @@ def upload(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: 
     return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
 
 
+def aligned(count: int) -> int:
+    """Round a number of int32 up to 16 bytes: Triton compiles a kernel again for an address of another alignment."""
+    return -(-count // 4) * 4
+
+
 class Download:
     """Copies tensors of a device to pinned host memory, behind the work that was launched before.
 

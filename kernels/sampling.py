@@ -8,7 +8,6 @@ the float, without a sort.
 
 from __future__ import annotations
 
-import importlib
 from typing import Protocol
 
 import torch
@@ -82,12 +81,7 @@ def logprobs(
 
 
 def _operations(logits: Tensor) -> _Operations:
-    """Return the module for these logits. If the Triton kernels do not load, they are disabled."""
-    if logits.device.type != "cuda" or logits.dtype not in _GPU_DTYPES or not gpu.enabled("sampler"):
+    """Return the module for these logits: Triton on a GPU, otherwise the reference."""
+    if logits.device.type != "cuda" or logits.dtype not in _GPU_DTYPES:
         return reference
-    try:
-        found: _Operations = importlib.import_module("kernels.triton.sampler")
-    except (ImportError, OSError) as error:
-        gpu.disable("sampler", f"kernels.triton.sampler does not load: {error}")
-        return reference
-    return found
+    return gpu.load("sampler") or reference

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.checks.compare import differs
+from engine.checks.compare import differs, random
 from engine.checks.usage import Usage
 from kernels.attention.base import AttentionBackend, AttentionBatch
 from kernels.attention.reference import ReferenceBackend
@@ -56,7 +56,7 @@ def check_write(usage: Usage, backend: AttentionBackend) -> str | None:
     case = _case(usage, _PIECES, backend.spec.block_size)
     rows = case.keys.shape[0]
     heads, dim = usage.num_heads, usage.spec.head_dim
-    qkv = _random((rows, heads + 2 * usage.spec.num_kv_heads, dim), usage.dtype, 11)
+    qkv = random((rows, heads + 2 * usage.spec.num_kv_heads, dim), usage.dtype, 11)
     norms, rotation = _extras(usage, rows)
     spec = dataclasses.replace(backend.spec, device=torch.device("cpu"))
     reference = ReferenceBackend(spec)
@@ -163,9 +163,9 @@ def _case(usage: Usage, pieces: tuple[tuple[int, int], ...], block_size: int) ->
     return _Case(
         batch=_batch(tables, contexts, tuple(count for _, count in pieces), block_size),
         prefill=_batch(tables, contexts, contexts, block_size),
-        keys=_random(shape, usage.dtype, 1),
-        values=_random(shape, usage.dtype, 2),
-        queries=(_random((rows, usage.num_heads, spec.head_dim), torch.float32, 3) * spread).to(usage.dtype),
+        keys=random(shape, usage.dtype, 1),
+        values=random(shape, usage.dtype, 2),
+        queries=(random((rows, usage.num_heads, spec.head_dim), torch.float32, 3) * spread).to(usage.dtype),
         blocks=blocks,
     )
 
@@ -204,9 +204,9 @@ def _extras(usage: Usage, rows: int) -> tuple[tuple[Tensor, Tensor, float] | Non
     dim, norms, rotation = usage.spec.head_dim, None, None
     if usage.head_norm:
         dtype = torch.float32 if usage.wide_norms else usage.dtype
-        norms = _random((dim,), dtype, 12), _random((dim,), dtype, 13), usage.eps
+        norms = random((dim,), dtype, 12), random((dim,), dtype, 13), usage.eps
     if usage.rotated:
-        angles = 3 * _random((rows, dim // 2), torch.float32, 14)
+        angles = 3 * random((rows, dim // 2), torch.float32, 14)
         rotation = angles.cos(), angles.sin()
     return norms, rotation
 
@@ -214,7 +214,3 @@ def _extras(usage: Usage, rows: int) -> tuple[tuple[Tensor, Tensor, float] | Non
 def _poisoned(blocks: int, block_bytes: int, device: torch.device) -> Tensor:
     """Return a pool of NaN in every floating-point format."""
     return torch.full((blocks, block_bytes), 0xFF, dtype=torch.uint8, device=device)
-
-
-def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

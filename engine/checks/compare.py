@@ -1,4 +1,4 @@
-"""Compares what a GPU computed with an exact computation on the CPU."""
+"""Random inputs of a check, and the comparison of what a GPU computed with an exact computation on the CPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from torch import Tensor
 
 _LEAST = 2e-5
 """Relative error that every dtype may have: a GPU's `exp2` and `rsqrt` are right to a few units of fp32."""
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Return normally distributed numbers on the CPU; equal arguments give equal numbers."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def worst_error(got: Tensor, want: Tensor) -> float:

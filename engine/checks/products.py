@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from engine.checks.compare import differs
+from engine.checks.compare import differs, random
 from engine.checks.usage import Usage
 from engine.models.feed_forward import Stack, StackedExperts
 from kernels import ops
@@ -31,7 +31,7 @@ def check_quantize(usage: Usage) -> str | None:
     quantize, inputs = usage.precision.quantize, usage.hidden_size
     if quantize is None or not can_quantize(quantize, inputs):
         return None
-    x = _random((_ROWS[-1], inputs), usage.dtype, 8)
+    x = random((_ROWS[-1], inputs), usage.dtype, 8)
     x[0], x[1, 0] = 0, 100 * inputs**0.5  # an outlier that leaves an error of 1 %
     values, scales = quantize_rows(x.to(usage.device), quantize)
     got = values.cpu().double() * scales.cpu().double()[:, None]
@@ -50,14 +50,14 @@ def check_invariant_products(usage: Usage) -> str | None:
 def _check_product(usage: Usage, precision: Precision) -> str | None:
     """Return what is wrong with products of this precision, or None."""
     inputs = usage.hidden_size
-    weight, bias = _random((_OUTPUTS, inputs), usage.dtype, 1) * inputs**-0.5, _random((_OUTPUTS,), usage.dtype, 2)
+    weight, bias = random((_OUTPUTS, inputs), usage.dtype, 1) * inputs**-0.5, random((_OUTPUTS,), usage.dtype, 2)
     product = CudaProduct(
         weight.to(usage.device), bias.to(usage.device), precision.quantize, batch_invariant=precision.batch_invariant
     )
     quantize = precision.quantize
     quantized = quantize if quantize is not None and can_quantize(quantize, inputs) else None
     for rows in _ROWS:
-        x = _random((rows, inputs), usage.dtype, 3)
+        x = random((rows, inputs), usage.dtype, 3)
         want = x.double() @ _exact(weight, quantized).T + bias.double()
         what = f"product of {rows} rows, {inputs} inputs"
         wrong = differs(what, product(x.to(usage.device)), want, 2, _NOISE[quantized])
@@ -95,9 +95,9 @@ def _check_mixture(usage: Usage, count: int, per_row: int, hidden: int, inner: i
     quantize = usage.precision.quantize
     if quantize is not None and not (can_quantize(quantize, hidden) and can_quantize(quantize, inner)):
         quantize = None  # as `engine.models.parameters` does
-    up = _random((count, 2 * inner, hidden), usage.dtype, 4) * hidden**-0.5
-    down = _random((count, hidden, inner), usage.dtype, 5) * inner**-0.5
-    x = _random((_ROWS[-1], hidden), usage.dtype, 6)
+    up = random((count, 2 * inner, hidden), usage.dtype, 4) * hidden**-0.5
+    down = random((count, hidden, inner), usage.dtype, 5) * inner**-0.5
+    x = random((_ROWS[-1], hidden), usage.dtype, 6)
     # No two scores are close, so that rounding does not decide which experts a row has.
     generator = torch.Generator().manual_seed(7)
     order = torch.stack([torch.randperm(count, generator=generator) for _ in range(x.shape[0])])
@@ -139,7 +139,3 @@ def _stack(usage: Usage, weights: Tensor, quantize: torch.dtype | None) -> Stack
         return Stack(weights.to(usage.device), None)
     values, scales = zip(*(quantized_weight(w, quantize) for w in weights), strict=True)
     return Stack(torch.stack(values).to(usage.device), torch.stack(scales).to(usage.device))
-
-
-def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

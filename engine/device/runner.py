@@ -27,7 +27,7 @@ from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Plan, Slice
 from engine.sequence import Sequence
 from kernels.attention.base import AttentionBackend, DeviceArrays, LazyBatch
-from kernels.device import upload
+from kernels.device import send
 
 _LEAST_TOKENS = 64
 """Rows for which there is room, however small the token budget is: the canary does not know it."""
@@ -241,7 +241,7 @@ class DeviceRunner:
         extra = [step.wanted, step.sampling_places, *((at, values) if fits else (at[:0], values[:0])), long]
         wanted, places, *changes, items = self.staging.send(pinned, rows, extra)
         if not fits:
-            changes = [upload(array.tolist(), torch.int32, self.pool.device) for array in (at, values)]
+            changes = [send(array, self.pool.device) for array in (at, values)]
         if len(at):
             self._tables.view(-1).index_copy_(0, changes[0].to(torch.int64), changes[1])
         if graph is not None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.device.places import Ints
+from kernels.device import aligned
 
 ID, POSITION, SLOT, SOURCE = range(4)
 """Columns of `rows`."""
@@ -91,11 +92,6 @@ class Layout:
         """Return, for each of the T rows, the index of its id in the device's buffer."""
         first = self.before + self.before_rows
         return np.arange(first, first + 4 * self.tokens, 4, dtype=np.int32)
-
-
-def aligned(count: int) -> int:
-    """Round a number of int32 up to 16 bytes: Triton compiles a kernel again for an address of another alignment."""
-    return -(-count // 4) * 4
 
 
 class Pinned:

@@ -13,6 +13,9 @@ from engine.outputs import TokenLogprobs
 from engine.request import SamplingParams
 from engine.sampling.structured import Matcher
 
+MIN_TEMPERATURE = 1e-6
+"""Temperatures above 0 that are lower count as this one, so that no quotient overflows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:

@@ -11,13 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.request import SamplingParams
 from engine.sampling.noise import uniform_of
-from engine.sampling.row import Row
-from kernels.device import send
+from engine.sampling.row import MIN_TEMPERATURE, Row
+from kernels.device import aligned, send
 from kernels.sampling import DRAWN, SPARES, Choices
 
-_MIN_TEMPERATURE = 1e-6
 _FLOATS = ("temperature", "top_p", "log_min_p", "repetition", "frequency", "presence")
 _FIXED = (*_FLOATS, "top_k", "flags", "bias_starts", "bias_rows", "bias_ids", "bias")
 _FP32 = (*_FLOATS, "bias")
@@ -49,7 +47,7 @@ class Fixed(NamedTuple):
         flags = DRAWN * (params.temperature > 0) + SPARES * (row.matcher is not None or bans is not None)
         return cls(
             floats=(
-                max(params.temperature, _MIN_TEMPERATURE),
+                max(params.temperature, MIN_TEMPERATURE),
                 params.top_p,
                 params.min_p,
                 params.repetition_penalty,
@@ -60,7 +58,7 @@ class Fixed(NamedTuple):
             flags=flags,
             bias_ids=np.fromiter(bias.keys(), np.int32, len(bias)),
             bias=np.fromiter(bias.values(), np.float32, len(bias)),
-            penalised=penalised(params),
+            penalised=params.penalised,
             bans=bans is not None or params.min_tokens > 0,
             combined=tuple(
                 _ids(always | (early if part & 1 else none) | (first if part & 2 else none), num_ids)
@@ -82,11 +80,6 @@ class Fixed(NamedTuple):
             return now, []
         now = np.unique(_joined([now, np.array([i for i, after in pairs if after < 0], dtype=np.int32)]))
         return now, sorted((i, after) for i, after in pairs if after >= 0 and i not in now)
-
-
-def penalised(params: SamplingParams) -> bool:
-    """Return whether a request has any penalty."""
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
 @dataclass(frozen=True)
@@ -196,7 +189,7 @@ class Step:
 
 def _columns(fixed: Seq[Fixed], device: torch.device) -> dict[str, Tensor]:
     """Upload what stays as long as the rows; return `Table.columns`."""
-    floats = torch.tensor([one.floats for one in fixed], dtype=torch.float32).view(-1, 6).T.contiguous()
+    floats = torch.tensor([one.floats for one in fixed], dtype=torch.float32).view(-1, len(_FLOATS)).T.contiguous()
     floats[2].log_()
     sizes = np.array([len(one.bias) for one in fixed], dtype=np.int64)
     parts = [
@@ -241,9 +234,9 @@ def starts(sizes: np.ndarray) -> np.ndarray:
 def send_together(parts: Seq[np.ndarray], device: torch.device) -> tuple[Tensor, ...]:
     """Return one-dimensional arrays of int32 values as tensors on the device, after one upload.
 
-    Each tensor starts at a multiple of 16 bytes: Triton compiles a kernel again for pointers that do not.
+    Each tensor starts at a multiple of 16 bytes, see `kernels.device.aligned`.
     """
-    sizes = [-(-len(part) // 4) * 4 for part in parts]
+    sizes = [aligned(len(part)) for part in parts]
     together = np.zeros(sum(sizes), dtype=np.int32)
     begins = starts(np.array(sizes)).tolist()
     for at, part in zip(begins, parts, strict=False):

@@ -170,8 +170,11 @@ class TritonBackend(PlainBackend):
     def _tiles(self, heads: int) -> tuple[Tile, Tile]:
         """Return the tile of short pieces and that of longer pieces."""
         group = heads // self.spec.num_kv_heads
-        short, long = self._attention.tiles(self.spec.dtype, self.spec.head_dim, group, capability=self._capability)
-        return (short, short) if self.spec.batch_invariant else (short, long)
+        spec = self.spec
+        found: tuple[Tile, Tile] = self._attention.tiles(
+            spec.dtype, spec.head_dim, group, invariant=spec.batch_invariant, capability=self._capability
+        )
+        return found
 
     def _enter(self, batch: AttentionBatch, heads: int) -> _Call:
         """Return the arguments of a batch, which all of its layers share."""
