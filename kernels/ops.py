@@ -23,7 +23,7 @@ _GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class _Operations(Protocol):
-    """What `kernels.ops_reference` and `kernels.triton.ops` have in common."""
+    """The functions that `kernels.ops_reference` and `kernels.triton.ops` both have."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...

@@ -13,7 +13,7 @@ _ROWS = 37
 
 
 def check_norms(usage: Usage) -> str | None:
-    """Return what is wrong with the norms, or None."""
+    """Compare the norms with fp64; return what is wrong, or None."""
     if not usage.hidden_size:
         return None
     x, residual = (random((_ROWS, usage.hidden_size), usage.dtype, seed) for seed in (1, 2))
@@ -32,7 +32,7 @@ def check_norms(usage: Usage) -> str | None:
 
 
 def check_gates(usage: Usage) -> str | None:
-    """Return what is wrong with the gated activations and the soft-cap of logits, or None."""
+    """Compare the gated activations and the soft-cap of logits with fp64; return what is wrong, or None."""
     for activation, columns in usage.gated:
         x = random((_ROWS, 2 * columns), usage.dtype, 4)
         gate, up = x.double().chunk(2, dim=-1)

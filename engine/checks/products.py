@@ -23,7 +23,7 @@ _EXPERTS = 8
 _SMALL = (64, 48)
 """Hidden size and inner size of small experts."""
 _NOISE: dict[torch.dtype | None, float] = {None: 0.0, torch.int8: 0.03, torch.float8_e4m3fn: 0.06}
-"""Relative error that quantised inputs add to a product of random factors: half a step of the highest of them."""
+"""Relative error that is allowed for the quantisation of inputs: half a step of the highest input."""
 
 
 def check_quantize(usage: Usage) -> str | None:
@@ -98,7 +98,7 @@ def _check_mixture(usage: Usage, count: int, per_row: int, hidden: int, inner: i
     up = random((count, 2 * inner, hidden), usage.dtype, 4) * hidden**-0.5
     down = random((count, hidden, inner), usage.dtype, 5) * inner**-0.5
     x = random((_ROWS[-1], hidden), usage.dtype, 6)
-    # No two scores are close, so that rounding does not decide which experts a row has.
+    # No two scores of a row are close, so that rounding does not change which experts are chosen.
     generator = torch.Generator().manual_seed(7)
     order = torch.stack([torch.randperm(count, generator=generator) for _ in range(x.shape[0])])
     spread = 3 * max(1.0, count / 128)

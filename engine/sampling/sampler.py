@@ -123,7 +123,7 @@ class Sampler:
 
     @property
     def idle(self) -> bool:
-        """Whether no values of any row are cached."""
+        """Whether no state of any row is cached."""
         return not self._counts and self._columns is None
 
     def _columns_of(self, rows: Seq[Row]) -> _Columns:
