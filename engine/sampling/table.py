@@ -209,7 +209,7 @@ def _columns(fixed: Seq[Fixed], device: torch.device) -> dict[str, Tensor]:
 
 
 def _bans(table: Table, rows: Seq[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the number of bans of each row; the ids of all bans; the pending ids after which they hold, see `Choices`."""
+    """Return the number of bans of each row, and of all bans the ids and `Choices.ban_after`."""
     sizes = np.zeros(len(rows), dtype=np.int64)
     ids: list[np.ndarray] = []
     conditions: list[tuple[int, int]] = []
