@@ -40,7 +40,7 @@ def check_graphs(runner: DeviceRunner, config: EngineConfig, token_bytes: TokenB
     Args:
         runner: with graphs; no sequence uses its pool.
         config: limits of the engine.
-        token_bytes: bytes of an id.
+        token_bytes: maps an id to its bytes.
     """
     room = runner.pool.shape[0] // 2
     sizes = [size for size in dict.fromkeys((*_SIZES, config.max_num_seqs)) if size <= min(config.max_num_seqs, room)]
