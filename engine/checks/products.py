@@ -19,15 +19,15 @@ from kernels.quantize import quantize_rows
 _ROWS = (1, 37)
 _OUTPUTS = 272
 _EXPERTS = 8
-"""Number of experts of the model's sizes, at most."""
+"""Maximum number of experts that are checked in the model's sizes."""
 _SMALL = (64, 48)
-"""Hidden size and inner size of small experts."""
+"""Hidden size and inner size of the small experts, see `check_experts`."""
 _NOISE: dict[torch.dtype | None, float] = {None: 0.0, torch.int8: 0.03, torch.float8_e4m3fn: 0.06}
 """Relative error that is allowed for the quantisation of inputs: half a step of the highest input."""
 
 
 def check_quantize(usage: Usage) -> str | None:
-    """Return what is wrong with 8-bit products, or with the quantisation of their inputs, or None."""
+    """Compare 8-bit products, and the quantisation of their inputs, with fp64; return what is wrong, or None."""
     quantize, inputs = usage.precision.quantize, usage.hidden_size
     if quantize is None or not can_quantize(quantize, inputs):
         return None
@@ -42,7 +42,7 @@ def check_quantize(usage: Usage) -> str | None:
 
 
 def check_invariant_products(usage: Usage) -> str | None:
-    """Return what is wrong with batch-invariant products, 8-bit ones and others, or None."""
+    """Compare batch-invariant products, of 8-bit and of other factors, with fp64; return what is wrong, or None."""
     plain = dataclasses.replace(usage.precision, quantize=None)
     return _check_product(usage, plain) or _check_product(usage, usage.precision)
 
@@ -67,9 +67,10 @@ def _check_product(usage: Usage, precision: Precision) -> str | None:
 
 
 def check_experts(usage: Usage) -> str | None:
-    """Return what is wrong with mixtures of experts, or None.
+    """Compare mixtures of experts with fp64; return what is wrong, or None.
 
-    Few experts have the model's sizes. As many experts as the model has are small, for their weights are many.
+    A few experts have the model's sizes. As many experts as the model has are checked in small sizes only, since their
+    weights would take much memory.
     """
     config = usage.experts
     if config is None:
@@ -85,7 +86,7 @@ def _check_mixture(usage: Usage, count: int, per_row: int, hidden: int, inner: i
     """Return what is wrong with a mixture of experts, or None.
 
     Args:
-        usage: of the model.
+        usage: the model's.
         count: number of experts.
         per_row: number of experts that compute a row.
         hidden: inputs of an expert.

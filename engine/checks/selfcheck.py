@@ -164,7 +164,7 @@ def attempt(part: str, check: Check) -> str | None:
 
     Raises:
         GpuFails: the device was lost, so that nothing else can run in this process, or the check raised this.
-        torch.OutOfMemoryError: the device is full, which says nothing about the kernel.
+        torch.OutOfMemoryError: the device is full; the kernel may be right.
     """
     try:
         with torch.inference_mode():

@@ -21,7 +21,7 @@ from kernels.attention.base import AttentionBatch
 _SIZES = (1, 2, 3, 17)
 """Numbers of sequences of the compared steps, some of which need padding; the largest step is compared, too."""
 _LONGEST = (900, 3000, 17_000)
-"""Longest context of each step, so that graphs of every bound are replayed."""
+"""Longest contexts of the compared steps, in tokens: graphs of every bound are replayed."""
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
 _ROUNDINGS = 16
 """Number of roundings by which the logits of a step with padding may differ, since products of more rows may add in

@@ -28,7 +28,7 @@ _CONTEXT = GIB
 """Of the memory that is taken before the model is loaded, at most this much counts as the CUDA context of this process;
 the other bytes belong to other processes. A context takes 0.3 to 0.6 GiB."""
 _LARGE_STEP = 0.05
-"""Share of the budget from which on the largest step is worth a hint."""
+"""Share of the budget above which the advice names options that make the largest step smaller."""
 _BF16 = (8, 0)
 """Minimum compute capability for bf16, below which it is emulated."""
 
@@ -209,7 +209,7 @@ class DeviceMemory:
         return max(0.0, min(1.0, (self.start.available + context) / self.start.total - 0.005))
 
     def _refusal(self, name: str, missing: str, advice: Seq[str]) -> DoesNotFit:
-        """Return the error of a model that does not fit; `missing`: what has no room, and where."""
+        """Return the error of a model that does not fit; `missing`: what does not fit, and where."""
         parts = [f"{_gib(self.weights)} weights"]
         for size, part in (
             (self.step, "largest step"),
@@ -226,7 +226,7 @@ class DeviceMemory:
 
     @contextmanager
     def guard(self, name: str, missing: str, advice: Seq[str]) -> Iterator[None]:
-        """Turn the allocator's error inside the block into one line that says what would help.
+        """Turn an out-of-memory error inside the block into a `DoesNotFit` whose message says what would help.
 
         The GPU is full then, whatever share of it this worker may take.
 

@@ -48,7 +48,7 @@ class CacheOptions:
 
     @property
     def sized(self) -> bool:
-        """Whether the size of the pool is given."""
+        """Whether the operator gave the size of the pool."""
         return self.option is not None
 
     @property
