@@ -30,7 +30,7 @@ _disabled: dict[str, str] = {}
 
 
 def enabled(name: str) -> bool:
-    """Return whether a group of kernels may be used: Triton is installed, and the group was not disabled."""
+    """Return whether a group of kernels may be used: Triton is installed, and the group is not disabled."""
     return name not in _disabled and _installed()
 
 
@@ -64,7 +64,7 @@ def disabled() -> Mapping[str, str]:
 
 
 def enable_all() -> None:
-    """Forget which groups were disabled."""
+    """Enable all groups again; for tests."""
     _disabled.clear()
 
 

@@ -35,7 +35,7 @@ INNER = {torch.float32: 32, torch.float16: 64, torch.bfloat16: 64, torch.int8: 1
 
 
 class Choice:
-    """Which tiles are in use, for the whole process."""
+    """Settings of the choice of tiles, for the whole process."""
 
     varies = True
     """Whether a product with few rows may have another tile than a product with many rows."""
