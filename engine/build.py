@@ -49,7 +49,7 @@ def build_engine(model: ModelOptions, config: EngineConfig, cache: CacheOptions)
 
     Raises:
         engine.models.loading.LoadError: the model cannot be loaded.
-        engine.checks.selfcheck.GpuFails: the GPU computes wrong results in every way that there is.
+        engine.checks.selfcheck.GpuFails: a part is wrong on this GPU even in plain torch, or the GPU was lost.
         ValueError: the model or one block does not fit, the swap file cannot be created, or the attention backend
             cannot run the model.
     """

@@ -1,4 +1,4 @@
-"""The requests that have not ended: how each of them ends, and the outputs that the next step returns."""
+"""The requests that have not ended, how they end, and the outputs that the next step returns."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class LiveRequests:
     """Holds each request from `Engine.add` until its end, and the deltas and final outputs not returned yet."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
-        """Create it without requests; `scheduler` and `runner` hold the blocks and the state of their sequences."""
+        """Create it without requests. `scheduler` frees the blocks of sequences that end, `runner` their state."""
         self.by_id: dict[str, RequestState] = {}
         self.endings: dict[str, Ending] = {}
-        """Id → the end that `apply_endings` gives to the request."""
+        """Request id → how the next `apply_endings` ends the request."""
         self.deadlines = Deadlines()
         self._scheduler = scheduler
         self._runner = runner
@@ -60,7 +60,7 @@ class LiveRequests:
             self.endings[request_id] = ending
 
     def fail_soon(self, request_id: str, fault: Fault, message: str) -> None:
-        """Let a request fail at the next `apply_endings`."""
+        """End a request as failed at the next `apply_endings`; see `end_soon`."""
         self.end_soon(request_id, Ending(Outcome.FAILED, fault, message))
 
     def expire(self, now: float) -> None:

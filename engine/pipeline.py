@@ -1,4 +1,4 @@
-"""Launches steps, and settles them: waits for the ids that they sampled, and appends these to their sequences."""
+"""Launches steps, and settles them: waits for the sampled ids, and appends them to their sequences."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Flight:
 
 
 class Pipeline:
-    """The steps in flight: none or one between two calls, two while the later one is launched.
+    """The steps in flight: at most one between two steps of the engine, two after a launch.
 
-    A sequence that ends when a step is settled may be in the next step as well, which was launched before. Its row
-    there is ignored; its blocks are free, since the device writes to them before anything that is launched later.
+    A sequence that ends when a step is settled may also be in the next step, which is in flight already. Its row there
+    is ignored. Its blocks can be reused at once: the device writes that row before any step that is launched later.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Pipeline:
     ) -> None:
         """Create a pipeline without steps; `eos_token_ids` end a sequence unless `ignore_eos` is set."""
         self.flights: tuple[Flight, ...] = ()
-        """In the order of the launches. Replaced, never changed, so any thread may read it."""
+        """Steps in flight, in the order of their launches. The tuple is replaced, so any thread may read it."""
         self.steps = 0
-        """Number of steps that were launched, those that raised included."""
+        """Number of launches, including those that raised."""
         self._scheduler = scheduler
         self._runner = runner
         self._requests = requests
@@ -63,8 +63,8 @@ class Pipeline:
     def must_settle(self) -> bool:
         """Return whether the steps in flight must be settled before the next one is scheduled.
 
-        The next step needs their ids if one of their sequences ends now, whose text is to hold all ids that were
-        computed; if a grammar decides which ids may follow; or if a request is to run alone because a step raised.
+        That is so if a request in them ends now, since its output holds all ids that were computed; if a grammar
+        decides which ids may follow; or if a request is to run alone because a step raised.
         """
         return bool(self._suspects) or any(
             self._requests.any_ends(flight.plan) or any(seq.matcher is not None for seq in flight.sampling)
@@ -74,8 +74,8 @@ class Pipeline:
     def launch(self, plan: Plan) -> bool:
         """Launch the forward pass of a plan that has slices, and its sampling.
 
-        If that raises, abandon the plan: with several tokens, out of memory makes the next steps smaller; any other
-        error makes the requests suspects.
+        If the launch raises, the plan is abandoned. After an out-of-memory error in a step of several tokens the next
+        steps are smaller; after any other error the requests of the step are suspects.
 
         Returns:
             Whether the step was launched.
@@ -88,7 +88,7 @@ class Pipeline:
         try:
             computing = self._runner.launch(plan)
         except torch.AcceleratorError:
-            raise  # the device is lost: this process must stop, so that no further request is blamed for it
+            raise  # the device is lost: the process must end before another request is blamed
         except Exception as error:  # any error must end at most one request, not all of them
             message = f"{type(error).__name__}: {error}"
             log.exception("step_failed", requests=len(plan.slices), tokens=plan.num_tokens, message=message)

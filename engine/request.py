@@ -91,6 +91,11 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """Same as `logprobs`, for the ids of the prompt."""
 
+    @property
+    def penalised(self) -> bool:
+        """Whether the request has a repetition, presence or frequency penalty."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Request:

@@ -24,8 +24,8 @@ class InFlight(Protocol):
     """A step that was launched."""
 
     def result(self) -> Sampled:
-        """Wait until the step is computed, and return what it sampled. Called once, after the launch of at most one
-        later step, and in the order of the launches.
+        """Wait until the step is computed, and return the sampled ids. Called once for each step, in the order of the
+        launches, when at most one later step was launched.
 
         Raises:
             torch.AcceleratorError: the device is lost.
@@ -44,7 +44,7 @@ class Runner(Protocol):
         """Start to compute `plan.slices` and to sample one id for each sequence of `plan.sampling`, in order.
 
         On a GPU this returns before the device has computed. If it raises, the step counts as not computed. The last
-        id of a sequence may be pending (`Sequence.num_pending`): the launch before sampled it.
+        id of a sequence may be pending (`Sequence.num_pending`), if the previous launch sampled it.
         """
         ...
 
@@ -54,7 +54,7 @@ class Runner(Protocol):
 
 
 class _Kept:
-    """A launched step whose result may be fetched several times."""
+    """A launched step whose `result` may be called several times."""
 
     def __init__(self, drawn: InFlight) -> None:
         self._drawn = drawn

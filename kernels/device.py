@@ -1,4 +1,4 @@
-"""Copies between the host and the device that the host does not wait for."""
+"""Copies between host and device for which the host does not wait."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ from torch import Tensor
 
 
 def send(values: np.ndarray, device: torch.device) -> Tensor:
-    """Return an array, which must not be changed afterwards, as a tensor on the device, as `upload` does."""
+    """Return an array as a tensor on the device; see `upload`. On a CPU they share memory: do not change it."""
     made = torch.from_numpy(values)
     return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
 
 
 def upload(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return `values` as a tensor on the device. The copy to a GPU is from pinned memory, so the host does not wait."""
+    """Return `values` as a tensor on the device, copied to a GPU from pinned memory, so that the host does not wait."""
     made = torch.tensor(values, dtype=dtype)
     return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
 
 
+def aligned(count: int) -> int:
+    """Round a number of int32 up to 16 bytes: Triton compiles a kernel again for an address of another alignment."""
+    return -(-count // 4) * 4
+
+
 class Download:
-    """Copies tensors of a device to pinned host memory, behind the work that was launched before.
+    """Copies tensors of a device to pinned host memory, after all work that was launched before.
 
     On a CPU there is nothing to copy, and `wait` returns the tensors themselves.
     """
@@ -39,7 +44,7 @@ class Download:
         self._event.record()
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Wait until the copies are made, and return them: tensors of the host."""
+        """Wait until the copies are done, and return them: tensors of the host."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None

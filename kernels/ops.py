@@ -7,7 +7,6 @@ their last bits.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +23,7 @@ _GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class _Operations(Protocol):
-    """What `kernels.ops_reference` and `kernels.triton.ops` have in common."""
+    """The functions that `kernels.ops_reference` and `kernels.triton.ops` both have."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
@@ -149,21 +148,12 @@ def _library(*tensors: Tensor, weight: Tensor | None = None) -> Any | None:
 
 
 def _other(group: str, *tensors: Tensor, weight: Tensor | None = None) -> _Operations:
-    """Return the module for tensors that the C++ kernels do not support: Triton on a GPU, otherwise the reference.
-
-    If `kernels.triton.ops` does not load, its groups of kernels are disabled.
-    """
+    """Return the module for tensors that the C++ kernels do not support: Triton on a GPU, otherwise the reference."""
     x = tensors[0]
-    if x.device.type != "cuda" or x.dtype not in _GPU_DTYPES or not gpu.enabled(group):
+    if x.device.type != "cuda" or x.dtype not in _GPU_DTYPES:
         return reference
     if weight is not None and not weight.is_contiguous():
         return reference
     if any(y.dtype != x.dtype or not y.is_contiguous() for y in tensors):
         return reference
-    try:
-        found: _Operations = importlib.import_module("kernels.triton.ops")
-    except (ImportError, OSError) as error:
-        for name in ("norm", "gate"):
-            gpu.disable(name, f"kernels.triton.ops does not load: {error}")
-        return reference
-    return found
+    return gpu.load(group) or reference

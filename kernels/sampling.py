@@ -2,13 +2,12 @@
 
 On a GPU they are Triton kernels (`kernels.triton.sampler`), elsewhere plain torch (`kernels.sampling_reference`). Both
 compute the same ids from equal weights: a weight, `exp((logit - highest) / temperature)` in fp32, is cut to a multiple
-of 2^-44, so sums are sums of integers, exact in every order. Thresholds of top_k and top_p are found over the bits of
-the float, without a sort.
+of 2^-44, so sums of weights are sums of integers, which are exact in every order. The thresholds of top_k and top_p are
+found by bisection over the bits of the floats, without a sort.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import Protocol
 
 import torch
@@ -24,7 +23,7 @@ _GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class _Operations(Protocol):
-    """What `kernels.sampling_reference` and `kernels.triton.sampler` have in common."""
+    """The functions that `kernels.sampling_reference` and `kernels.triton.sampler` both have."""
 
     def highest(self, logits: Tensor, num_ids: int) -> Tensor: ...
     def sample(
@@ -76,18 +75,14 @@ def logprobs(
         top: number of most likely ids, at most `num_ids`; of equal ones those with the lowest ids.
 
     Returns:
-        fp32 `[W]`; int32 `[W, top]` and fp32 `[W, top]`: the most likely ids, in any order.
+        Log-probabilities of the W ids, fp32 `[W]`; the most likely ids, int32 `[W, top]`, in any order, and their
+            log-probabilities, fp32 `[W, top]`.
     """
     return _operations(logits).logprobs(logits, rows, tokens, ids, num_ids, top)
 
 
 def _operations(logits: Tensor) -> _Operations:
-    """Return the module for these logits. If the Triton kernels do not load, they are disabled."""
-    if logits.device.type != "cuda" or logits.dtype not in _GPU_DTYPES or not gpu.enabled("sampler"):
+    """Return the module for these logits: Triton on a GPU, otherwise the reference."""
+    if logits.device.type != "cuda" or logits.dtype not in _GPU_DTYPES:
         return reference
-    try:
-        found: _Operations = importlib.import_module("kernels.triton.sampler")
-    except (ImportError, OSError) as error:
-        gpu.disable("sampler", f"kernels.triton.sampler does not load: {error}")
-        return reference
-    return found
+    return gpu.load("sampler") or reference

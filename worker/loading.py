@@ -42,9 +42,9 @@ class Loaded:
     facts: Mapping[str, str | int] = field(default_factory=dict)
     """Fields about the model that `worker_ready` and `tokenmill info` show."""
     fallbacks: Mapping[str, str] = field(default_factory=dict)
-    """Part of a GPU's kernels → why it is not in use; for the metrics."""
+    """Replaced part of a GPU's kernels → the reason; for the metrics."""
     on_ready: Callable[[], None] = lambda: None
-    """Called when the engine has passed its own check, right before it serves."""
+    """Called once, after the engine has passed its own check and before it serves."""
 
 
 def settle_heap() -> None:

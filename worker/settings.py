@@ -154,8 +154,8 @@ class Settings(BaseSettings):
     )
     batch_invariant: bool = Field(
         default=MODEL_DEFAULTS.batch_invariant,
-        description="Compute each job with the same bits whatever else is in the batch, on a GPU at a price in speed "
-        "(on the CPU the fused decoder always does). Refused where it cannot hold.",
+        description="Give each job the same bits whatever else is in the batch; slower on a GPU. On the CPU the fused "
+        "decoder always does. Refused where it cannot hold.",
     )
     cuda_graphs: Literal["on", "off"] = Field(
         default="on",
@@ -227,7 +227,7 @@ class Settings(BaseSettings):
     )
     overlap: Literal["on", "off"] | None = Field(
         default=None,
-        description="Schedule a step while the device computes the step before it. Default: on on a GPU, else off.",
+        description="Schedule a step while the device computes the step before it. Default: on for a GPU, else off.",
     )
 
     # The queue

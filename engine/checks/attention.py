@@ -1,4 +1,5 @@
-"""Checks an attention backend on a GPU against fp64 on the CPU: ragged pieces over a scattered pool full of NaN."""
+"""Checks an attention backend on a GPU against fp64 on the CPU: sequences of many lengths, in random blocks of a pool
+whose other slots hold NaN."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.checks.compare import differs
+from engine.checks.compare import differs, random
 from engine.checks.usage import Usage
 from kernels.attention.base import AttentionBackend, AttentionBatch
 from kernels.attention.reference import ReferenceBackend
@@ -16,9 +17,10 @@ from kernels.attention.reference import ReferenceBackend
 _PIECES = ((1, 1), (17, 1), (300, 1), (1025, 1), (5, 5), (40, 40), (200, 130), (33, 7), (257, 3))
 """Context and number of rows of each sequence: decodes, some of them long enough to be split, and chunks."""
 _SMALL_WINDOW = 50
-"""A window's length is a number that kernels get at run time; with a short one its edge weighs enough to be seen."""
+"""Length of a window that is checked, too, since an error at the edge of a long window changes little. Kernels get the
+length at run time, so one length stands for all."""
 _LONGEST = 4096
-"""Windows longer than this are not checked at their real length."""
+"""Longest window that is checked at its real length, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class _Case:
     prefill: AttentionBatch
     """All tokens of all sequences."""
     keys: Tensor
-    """`[tokens, kv_heads, head_dim]`, in the dtype of the cache; the tokens of the sequences one after the other."""
+    """`[tokens, kv_heads, head_dim]` in the dtype of the cache: the tokens of the first sequence, of the second, …"""
     values: Tensor
     queries: Tensor
     """`[rows, heads, head_dim]`."""
@@ -37,11 +39,11 @@ class _Case:
 
 
 def check_attention(usage: Usage, backend: AttentionBackend) -> str | None:
-    """Return what is wrong with a backend, or None.
+    """Compare the attention of a backend with fp64; return what is wrong, or None.
 
     Args:
-        usage: of the model.
-        backend: made for `usage.spec`, that is for one layer; it is bound to a pool of this check.
+        usage: the model's.
+        backend: made for `usage.spec` (one layer); the check binds it to a pool of its own.
     """
     for window in usage.windows:
         for length in _lengths(window):
@@ -52,11 +54,11 @@ def check_attention(usage: Usage, backend: AttentionBackend) -> str | None:
 
 
 def check_write(usage: Usage, backend: AttentionBackend) -> str | None:
-    """Return what is wrong with the rotation and storing of keys and values, or None; see `check_attention`."""
+    """Compare the norm, rotation and store of keys and values with the reference; arguments as in `check_attention`."""
     case = _case(usage, _PIECES, backend.spec.block_size)
     rows = case.keys.shape[0]
     heads, dim = usage.num_heads, usage.spec.head_dim
-    qkv = _random((rows, heads + 2 * usage.spec.num_kv_heads, dim), usage.dtype, 11)
+    qkv = random((rows, heads + 2 * usage.spec.num_kv_heads, dim), usage.dtype, 11)
     norms, rotation = _extras(usage, rows)
     spec = dataclasses.replace(backend.spec, device=torch.device("cpu"))
     reference = ReferenceBackend(spec)
@@ -77,7 +79,7 @@ def check_write(usage: Usage, backend: AttentionBackend) -> str | None:
 
 
 def check_invariance(usage: Usage, backend: AttentionBackend) -> str | None:
-    """Return which row has other bits alone or in a chunk than in a batch, or None; see `check_attention`."""
+    """Compare the bits of sequences alone and in chunks with those in a batch; arguments as in `check_attention`."""
     case = _case(usage, _PIECES, backend.spec.block_size)
     device = usage.device
     backend.bind(_poisoned(case.blocks, backend.block_bytes, device))
@@ -158,14 +160,14 @@ def _case(usage: Usage, pieces: tuple[tuple[int, int], ...], block_size: int) ->
     contexts = tuple(context for context, _ in pieces)
     shape = (tokens, spec.num_kv_heads, spec.head_dim)
     rows = sum(count for _, count in pieces)
-    # Peaked scores: with flat ones a wrong key would vanish among the other ones.
+    # Scores are peaked: if they were flat, a wrong key would change little.
     spread = 2.0 / (usage.scale * spec.head_dim**0.5)
     return _Case(
         batch=_batch(tables, contexts, tuple(count for _, count in pieces), block_size),
         prefill=_batch(tables, contexts, contexts, block_size),
-        keys=_random(shape, usage.dtype, 1),
-        values=_random(shape, usage.dtype, 2),
-        queries=(_random((rows, usage.num_heads, spec.head_dim), torch.float32, 3) * spread).to(usage.dtype),
+        keys=random(shape, usage.dtype, 1),
+        values=random(shape, usage.dtype, 2),
+        queries=(random((rows, usage.num_heads, spec.head_dim), torch.float32, 3) * spread).to(usage.dtype),
         blocks=blocks,
     )
 
@@ -200,21 +202,17 @@ def _tables(batch: AttentionBatch) -> list[tuple[tuple[int, ...], int]]:
 
 
 def _extras(usage: Usage, rows: int) -> tuple[tuple[Tensor, Tensor, float] | None, tuple[Tensor, Tensor] | None]:
-    """Return weights of the heads' norms and angles, as far as the model has them."""
+    """Return random norms of the heads and a random rotation; None for what the model does not have."""
     dim, norms, rotation = usage.spec.head_dim, None, None
     if usage.head_norm:
         dtype = torch.float32 if usage.wide_norms else usage.dtype
-        norms = _random((dim,), dtype, 12), _random((dim,), dtype, 13), usage.eps
+        norms = random((dim,), dtype, 12), random((dim,), dtype, 13), usage.eps
     if usage.rotated:
-        angles = 3 * _random((rows, dim // 2), torch.float32, 14)
+        angles = 3 * random((rows, dim // 2), torch.float32, 14)
         rotation = angles.cos(), angles.sin()
     return norms, rotation
 
 
 def _poisoned(blocks: int, block_bytes: int, device: torch.device) -> Tensor:
-    """Return a pool of NaN in every floating-point format."""
+    """Return a pool whose bytes are NaN in every floating-point format."""
     return torch.full((blocks, block_bytes), 0xFF, dtype=torch.uint8, device=device)
-
-
-def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

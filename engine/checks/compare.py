@@ -1,4 +1,4 @@
-"""Compares what a GPU computed with an exact computation on the CPU."""
+"""Random inputs of a check, and the comparison of what a GPU computed with an exact computation on the CPU."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import torch
 from torch import Tensor
 
 _LEAST = 2e-5
-"""Relative error that every dtype may have: a GPU's `exp2` and `rsqrt` are right to a few units of fp32."""
+"""Relative error that is allowed in every dtype: `exp2` and `rsqrt` of a GPU are off by a few fp32 roundings."""
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Return normally distributed numbers on the CPU; equal arguments give equal numbers."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def worst_error(got: Tensor, want: Tensor) -> float:
-    """Return the largest relative error of a row: the root mean square of its errors over that of its values.
+    """Return the largest relative error of all rows: a row's root mean square of errors over that of its exact values.
 
     Args:
         got: `[rows, …]`, on any device.
@@ -26,18 +31,18 @@ def worst_error(got: Tensor, want: Tensor) -> float:
 
 
 def limit(dtype: torch.dtype, roundings: float) -> float:
-    """Return the relative error that a computation with so many roundings to `dtype` may have."""
+    """Return the relative error that is allowed for a computation with this number of roundings to `dtype`."""
     return max(_LEAST, roundings * torch.finfo(dtype).eps)
 
 
 def differs(what: str, got: Tensor, want: Tensor, roundings: float, noise: float = 0.0) -> str | None:
-    """Return how far `got` is from the exact values, as a message, if it is too far; else None.
+    """Compare with exact values; return a message if the error is larger than allowed, else None.
 
     Args:
-        what: names the case in the message.
+        what: name of the case, for the message.
         got: `[rows, …]`, rounded to its dtype.
         want: the exact values.
-        roundings: number of roundings to the dtype that are expected, at most.
+        roundings: maximum number of roundings to the dtype that are expected.
         noise: further relative error that is expected.
     """
     if got.shape != want.shape:

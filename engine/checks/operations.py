@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.checks.compare import differs
+from engine.checks.compare import differs, random
 from engine.checks.usage import Usage
 from kernels import ops
 
@@ -13,11 +13,11 @@ _ROWS = 37
 
 
 def check_norms(usage: Usage) -> str | None:
-    """Return what is wrong with the norms, or None."""
+    """Compare the norms with fp64; return what is wrong, or None."""
     if not usage.hidden_size:
         return None
-    x, residual = (_random(usage, _ROWS, usage.hidden_size, seed) for seed in (1, 2))
-    weight = _random(usage, 1, usage.hidden_size, 3)[0]
+    x, residual = (random((_ROWS, usage.hidden_size), usage.dtype, seed) for seed in (1, 2))
+    weight = random((usage.hidden_size,), usage.dtype, 3)
     weight = weight.float() if usage.wide_norms else weight
     got = ops.rms_norm(x.to(usage.device), weight.to(usage.device), usage.eps)
     wrong = differs(f"rms_norm of {usage.hidden_size} columns", got, _norm(x.double(), weight, usage.eps), 2)
@@ -32,9 +32,9 @@ def check_norms(usage: Usage) -> str | None:
 
 
 def check_gates(usage: Usage) -> str | None:
-    """Return what is wrong with the gated activations and the soft-cap of logits, or None."""
+    """Compare the gated activations and the soft-cap of logits with fp64; return what is wrong, or None."""
     for activation, columns in usage.gated:
-        x = _random(usage, _ROWS, 2 * columns, 4)
+        x = random((_ROWS, 2 * columns), usage.dtype, 4)
         gate, up = x.double().chunk(2, dim=-1)
         if activation == "silu":
             got, want = ops.silu_mul(x.to(usage.device)), torch.nn.functional.silu(gate)
@@ -46,15 +46,10 @@ def check_gates(usage: Usage) -> str | None:
     cap = usage.logit_softcap
     if cap is None:
         return None
-    logits = 20 * _random(usage, 3, usage.vocab_size, 5)
+    logits = 20 * random((3, usage.vocab_size), usage.dtype, 5)
     want = cap * torch.tanh(logits.double() / cap)
     return differs(f"soft-cap of {usage.vocab_size} logits", ops.softcap(logits.to(usage.device), cap), want, 2)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
-
-
-def _random(usage: Usage, rows: int, columns: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, columns, generator=generator).to(usage.dtype)

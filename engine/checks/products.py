@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from engine.checks.compare import differs
+from engine.checks.compare import differs, random
 from engine.checks.usage import Usage
 from engine.models.feed_forward import Stack, StackedExperts
 from kernels import ops
@@ -19,19 +19,19 @@ from kernels.quantize import quantize_rows
 _ROWS = (1, 37)
 _OUTPUTS = 272
 _EXPERTS = 8
-"""Number of experts of the model's sizes, at most."""
+"""Maximum number of experts that are checked in the model's sizes."""
 _SMALL = (64, 48)
-"""Hidden size and inner size of small experts."""
+"""Hidden size and inner size of the small experts, see `check_experts`."""
 _NOISE: dict[torch.dtype | None, float] = {None: 0.0, torch.int8: 0.03, torch.float8_e4m3fn: 0.06}
-"""Relative error that quantised inputs add to a product of random factors: half a step of the highest of them."""
+"""Relative error that is allowed for the quantisation of inputs: half a step of the highest input."""
 
 
 def check_quantize(usage: Usage) -> str | None:
-    """Return what is wrong with 8-bit products, or with the quantisation of their inputs, or None."""
+    """Compare 8-bit products, and the quantisation of their inputs, with fp64; return what is wrong, or None."""
     quantize, inputs = usage.precision.quantize, usage.hidden_size
     if quantize is None or not can_quantize(quantize, inputs):
         return None
-    x = _random((_ROWS[-1], inputs), usage.dtype, 8)
+    x = random((_ROWS[-1], inputs), usage.dtype, 8)
     x[0], x[1, 0] = 0, 100 * inputs**0.5  # an outlier that leaves an error of 1 %
     values, scales = quantize_rows(x.to(usage.device), quantize)
     got = values.cpu().double() * scales.cpu().double()[:, None]
@@ -42,7 +42,7 @@ def check_quantize(usage: Usage) -> str | None:
 
 
 def check_invariant_products(usage: Usage) -> str | None:
-    """Return what is wrong with batch-invariant products, 8-bit ones and others, or None."""
+    """Compare batch-invariant products, of 8-bit and of other factors, with fp64; return what is wrong, or None."""
     plain = dataclasses.replace(usage.precision, quantize=None)
     return _check_product(usage, plain) or _check_product(usage, usage.precision)
 
@@ -50,14 +50,14 @@ def check_invariant_products(usage: Usage) -> str | None:
 def _check_product(usage: Usage, precision: Precision) -> str | None:
     """Return what is wrong with products of this precision, or None."""
     inputs = usage.hidden_size
-    weight, bias = _random((_OUTPUTS, inputs), usage.dtype, 1) * inputs**-0.5, _random((_OUTPUTS,), usage.dtype, 2)
+    weight, bias = random((_OUTPUTS, inputs), usage.dtype, 1) * inputs**-0.5, random((_OUTPUTS,), usage.dtype, 2)
     product = CudaProduct(
         weight.to(usage.device), bias.to(usage.device), precision.quantize, batch_invariant=precision.batch_invariant
     )
     quantize = precision.quantize
     quantized = quantize if quantize is not None and can_quantize(quantize, inputs) else None
     for rows in _ROWS:
-        x = _random((rows, inputs), usage.dtype, 3)
+        x = random((rows, inputs), usage.dtype, 3)
         want = x.double() @ _exact(weight, quantized).T + bias.double()
         what = f"product of {rows} rows, {inputs} inputs"
         wrong = differs(what, product(x.to(usage.device)), want, 2, _NOISE[quantized])
@@ -67,9 +67,10 @@ def _check_product(usage: Usage, precision: Precision) -> str | None:
 
 
 def check_experts(usage: Usage) -> str | None:
-    """Return what is wrong with mixtures of experts, or None.
+    """Compare mixtures of experts with fp64; return what is wrong, or None.
 
-    Few experts have the model's sizes. As many experts as the model has are small, for their weights are many.
+    A few experts have the model's sizes. As many experts as the model has are checked in small sizes only, since their
+    weights would take much memory.
     """
     config = usage.experts
     if config is None:
@@ -85,7 +86,7 @@ def _check_mixture(usage: Usage, count: int, per_row: int, hidden: int, inner: i
     """Return what is wrong with a mixture of experts, or None.
 
     Args:
-        usage: of the model.
+        usage: the model's.
         count: number of experts.
         per_row: number of experts that compute a row.
         hidden: inputs of an expert.
@@ -95,10 +96,10 @@ def _check_mixture(usage: Usage, count: int, per_row: int, hidden: int, inner: i
     quantize = usage.precision.quantize
     if quantize is not None and not (can_quantize(quantize, hidden) and can_quantize(quantize, inner)):
         quantize = None  # as `engine.models.parameters` does
-    up = _random((count, 2 * inner, hidden), usage.dtype, 4) * hidden**-0.5
-    down = _random((count, hidden, inner), usage.dtype, 5) * inner**-0.5
-    x = _random((_ROWS[-1], hidden), usage.dtype, 6)
-    # No two scores are close, so that rounding does not decide which experts a row has.
+    up = random((count, 2 * inner, hidden), usage.dtype, 4) * hidden**-0.5
+    down = random((count, hidden, inner), usage.dtype, 5) * inner**-0.5
+    x = random((_ROWS[-1], hidden), usage.dtype, 6)
+    # No two scores of a row are close, so that rounding does not change which experts are chosen.
     generator = torch.Generator().manual_seed(7)
     order = torch.stack([torch.randperm(count, generator=generator) for _ in range(x.shape[0])])
     spread = 3 * max(1.0, count / 128)
@@ -139,7 +140,3 @@ def _stack(usage: Usage, weights: Tensor, quantize: torch.dtype | None) -> Stack
         return Stack(weights.to(usage.device), None)
     values, scales = zip(*(quantized_weight(w, quantize) for w in weights), strict=True)
     return Stack(torch.stack(values).to(usage.device), torch.stack(scales).to(usage.device))
-
-
-def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

@@ -1,4 +1,4 @@
-"""Checks the sampler of a GPU against the CPU's: equal ids, equal log-probabilities."""
+"""Checks that the sampler of a GPU gives the ids and log-probabilities of the CPU's sampler."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ _KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "top_k": 300, "top_p": 0.95, "min_p": 0.001, "repetition_penalty": 1.1},
 )
 _MOST_UNEQUAL = 1
-"""Drawn ids that may differ: a random number may lie on the edge of two ids, where the rounding of `exp` decides."""
+"""Number of drawn ids that may differ: where a random number is at the edge between two ids, the rounding of `exp`
+decides."""
 _LOGPROB = 1e-3
-"""Difference of log-probabilities that is allowed."""
+"""Largest difference of log-probabilities that is allowed."""
 
 
 def check_sampler(usage: Usage) -> str | None:
-    """Return what is wrong with the sampler, or None."""
+    """Sample a row of each kind on the GPU and on the CPU; return what differs, or None."""
     generator = torch.Generator().manual_seed(6)
     rows = _rows(usage.num_ids)
     prompts = [PromptRows([3, 1 % usage.num_ids], 2)]
@@ -46,7 +47,7 @@ def check_sampler(usage: Usage) -> str | None:
 
 
 def _rows(num_ids: int) -> list[Row]:
-    """Return a row of each kind, every second one with a pending id."""
+    """Return one row of each kind; every second row has a pending id."""
     found = []
     for index, options in enumerate(_KINDS):
         params = SamplingParams(max_tokens=100, seed=index, **options)
@@ -81,6 +82,6 @@ def _unequal_logprobs(got: Sampled, want: Sampled) -> str | None:
 
 def _close(here: TokenLogprobs, there: TokenLogprobs) -> bool:
     if here.chosen.token_id != there.chosen.token_id:
-        return True  # a drawn id that lies on an edge; `_unequal_ids` has counted it
+        return True  # an unequal id is counted by `_unequal_ids`
     pairs = zip((here.chosen, *here.top), (there.chosen, *there.top), strict=True)
     return all(abs(a.logprob - b.logprob) <= _LOGPROB for a, b in pairs)

@@ -1,8 +1,8 @@
 """Checks a GPU's kernels before the worker is ready, and replaces those that are wrong or do not compile.
 
-Each group of kernels computes ragged random input in the model's sizes and dtype, and is compared with fp64 on the CPU.
-A group that fails is replaced for the whole process: an attention backend by the next one, another group by the same
-operations in torch. The replacement is checked as well; if it fails, the worker does not start.
+Each group of kernels runs on random input in the model's sizes and dtype, and is compared with fp64 on the CPU. A group
+that fails is replaced for the whole process: an attention backend by the next one, other groups by the same operations
+in torch. The replacement is checked as well; if it fails, the worker does not start.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from kernels.attention.base import AttentionBackend
 log = structlog.get_logger()
 
 Check = Callable[[], str | None]
-"""Returns what is wrong, or None."""
+"""A check: returns what is wrong, or None."""
 _MESSAGE = 300
-"""Longest reason; a compiler's message may fill pages."""
+"""Maximum length of a reason, since a compiler's message may fill pages."""
 _COSTS = {
     "attention": "steps are slower, most of all with long contexts",
     "write": "each layer launches some thirty kernels more",
@@ -45,28 +45,29 @@ _COSTS = {
 
 
 class GpuFails(RuntimeError):
-    """The GPU computes wrong results in every way that there is, or was lost during a check."""
+    """A part computes wrong results even in plain torch on this GPU, or the GPU was lost during a check."""
 
 
 class SelfCheck:
-    """The checks of one model on one GPU, and what they replaced."""
+    """Runs the checks of one model on one GPU, and records which parts were replaced."""
 
     def __init__(self, loaded: LoadedModel, block_size: int) -> None:
-        """Check nothing yet. `block_size`: 0 leaves the choice to the attention backend."""
+        """Create it without running a check. `block_size`: tokens of a KV block; 0: the attention backend chooses."""
         self._loaded = loaded
         self._spec = loaded.cache_spec(block_size)
         self._began = time.monotonic()
 
     @property
     def fallbacks(self) -> dict[str, str]:
+        """Replaced part → the reason."""
         return self._loaded.serving.fallbacks
 
     def replace(self, part: str, reason: str, instead: str) -> None:
-        """Note that a part is replaced, and log it.
+        """Record and log that a part is replaced.
 
         Args:
             part: one of `engine.start.serving.PARTS`.
-            reason: why.
+            reason: why the part is not used.
             instead: what is used in its place.
         """
         self.fallbacks[part] = reason
@@ -77,7 +78,7 @@ class SelfCheck:
 
         Raises:
             ValueError: no backend has this name, or it cannot run the model.
-            GpuFails: no backend computes what it should.
+            GpuFails: no backend passes its check.
         """
         if name != AUTO and name not in backend_names():
             get_backend(name, self._spec)  # raises
@@ -102,13 +103,13 @@ class SelfCheck:
             reasons.append(f"{candidate}: {wrong}")
             if candidate == "triton":
                 triton.disable("attention", wrong)
-        raise GpuFails(f"no attention backend computes what it should: {'; '.join(reasons)}")
+        raise GpuFails(f"no attention backend passes its check on this GPU: {'; '.join(reasons)}")
 
     def operations(self, usage: Usage) -> None:
-        """Check the operations around the attention that the model uses.
+        """Check all groups of kernels that the model uses, except those of attention.
 
         Raises:
-            GpuFails: one is wrong in torch as well.
+            GpuFails: a group is wrong in torch as well.
         """
         checks = [("norm", check_norms), ("gate", check_gates), ("sampler", check_sampler)]
         if usage.precision.quantize is not None:
@@ -159,11 +160,11 @@ class SelfCheck:
 
 
 def attempt(part: str, check: Check) -> str | None:
-    """Run a check; return what is wrong, an exception included, in one line.
+    """Run a check; return what is wrong, or the exception that it raised, in one line; None if all is right.
 
     Raises:
         GpuFails: the device was lost, so that nothing else can run in this process, or the check raised this.
-        torch.OutOfMemoryError: the device is full, which says nothing about the kernel.
+        torch.OutOfMemoryError: the device is full; the kernel may be right.
     """
     try:
         with torch.inference_mode():
@@ -180,16 +181,16 @@ def attempt(part: str, check: Check) -> str | None:
 
 
 def checked_backend(loaded: LoadedModel, attention: str, block_size: int) -> tuple[AttentionBackend, SelfCheck | None]:
-    """Return the attention backend; on a GPU one that passes its check, as do the other kernels of the model.
+    """Choose the attention backend. On a GPU, check it and all other kernels that the model uses.
 
     Args:
-        loaded: the model; its `serving` gets the fallbacks.
+        loaded: the model; the fallbacks are written to its `serving`.
         attention: name of a backend, or `auto`.
         block_size: tokens of a block; 0: the backend chooses.
 
     Raises:
         ValueError: the backend cannot run the model.
-        GpuFails: the GPU computes wrong results in every way that there is.
+        GpuFails: a part is wrong on this GPU even in plain torch, or the GPU was lost.
     """
     if loaded.device.type != "cuda":
         backend = get_backend(attention, loaded.cache_spec(block_size))

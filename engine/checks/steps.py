@@ -19,27 +19,28 @@ from engine.start.profile import piece
 from kernels.attention.base import AttentionBatch
 
 _SIZES = (1, 2, 3, 17)
-"""Numbers of decodes, besides the largest: some of them need padding."""
+"""Numbers of sequences of the compared steps, some of which need padding; the largest step is compared, too."""
 _LONGEST = (900, 3000, 17_000)
-"""Longest context of each step, so that graphs of every bound are replayed."""
+"""Longest contexts of the compared steps, in tokens: graphs of every bound are replayed."""
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
 _ROUNDINGS = 16
-"""Roundings through all layers that may differ between a product of few rows and one of more."""
+"""Number of roundings by which the logits of a step with padding may differ, since products of more rows may add in
+another order."""
 _ROWS = 4
 """Rows whose logits are compared with those of a step without padding."""
 _TOKENS = 3
-"""Least number of ids of each request that is run with overlap and without."""
+"""Minimum number of output ids of a request that is run with overlap and without."""
 
 
 def check_graphs(runner: DeviceRunner, config: EngineConfig, token_bytes: TokenBytes) -> str | None:
     """Compare the logits of graphs with those of single launches bit by bit; return what differs, or None.
 
-    All slots of the pool but those of the contexts hold NaN, so a graph that reads more than it should is seen.
+    All slots of the pool outside the contexts hold NaN, so the check finds a graph that reads them.
 
     Args:
         runner: with graphs; no sequence uses its pool.
         config: limits of the engine.
-        token_bytes: bytes of an id.
+        token_bytes: maps an id to its bytes.
     """
     room = max(1, runner.pool.shape[0] // 2)
     sizes = [size for size in dict.fromkeys((*_SIZES, config.max_num_seqs)) if size <= min(config.max_num_seqs, room)]
@@ -78,7 +79,7 @@ def _compare(runner: DeviceRunner, plan: Plan) -> str | None:
 def _decodes(
     runner: DeviceRunner, count: int, longest: int, shared: int, block_size: int, token_bytes: TokenBytes
 ) -> Plan:
-    """Return a step of decodes. Sequences share all blocks but their last one, of which they write their own."""
+    """Return a step of decodes. The sequences share all blocks except the last block of each, which is its own."""
     runner.pool[shared : shared + count].fill_(0xFF)
     pieces: list[Slice] = []
     for index in range(count):
@@ -136,7 +137,7 @@ def check_overlap(make: Callable[[bool], Engine], num_ids: int) -> str | None:
 
 
 def _ids(engine: Engine, num_ids: int) -> dict[str, list[tuple[int, ...]]]:
-    """Run the requests of the check; return the ids of each. Lengths are fixed, so that both ways have equal steps."""
+    """Run the requests of the check; return their ids. Lengths are fixed, so that the steps are always the same."""
     greedy = {"temperature": 0.0, "ignore_eos": True, "seed": 1}
     kinds = (
         greedy,

@@ -1,4 +1,4 @@
-"""What a model asks of the kernels: the shapes and options with which they are checked."""
+"""The shapes and options with which a model calls the kernels, and with which they are checked."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kernels.linear import PLAIN, Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Sizes and options of one model; a size of 0 means that the model does not use the operation."""
+    """Sizes and options of one model. Size 0: the model does not use the operation, or it is not known."""
 
     spec: CacheSpec
-    """Of one layer."""
+    """The shape of the KV cache of one layer."""
     num_heads: int
     scale: float
     """Factor of the attention scores."""
@@ -26,7 +26,7 @@ class Usage:
     """Distinct windows of the layers."""
     softcap: float | None = None
     head_norm: bool = False
-    """Whether queries and keys are normalised head by head."""
+    """Whether a norm is applied to each head of queries and keys."""
     rotated: bool = True
     eps: float = 1e-6
     hidden_size: int = 0

@@ -1,5 +1,5 @@
-"""CUDA graphs of decode steps: one launch from the embedding to the logits, for each number of rows and each bound of
-the longest context.
+"""CUDA graphs of decode steps: each launches all kernels from the embedding to the logits at once. There is a graph
+for some numbers of rows and some bounds of the longest context.
 
 A graph reads and writes fixed memory. All that differs between steps is in the device's staging buffer and the block
 tables; rows, sequences and work items beyond a step's own are padding, which computes nothing that is read.
@@ -26,7 +26,7 @@ from kernels.attention.base import AttentionBackend
 log = structlog.get_logger()
 
 _CONTEXTS = (1024, 4096, 16384)
-"""Bounds of the longest context, besides the longest possible."""
+"""Bounds of the longest context, in tokens; the longest possible context is a further one."""
 NOT_CAPTURED = "not captured"
 """`Graphs.reason` before `capture`."""
 
@@ -51,16 +51,16 @@ class Graph:
 
 
 class Graphs:
-    """Records graphs and finds the one for a step."""
+    """Captures the graphs, and finds the graph for a step."""
 
     def __init__(
         self, step: Callable[[int, int], Tensor], backend: AttentionBackend, max_rows: int, max_context: int
     ) -> None:
-        """Create a registry without graphs.
+        """Create it without graphs.
 
         Args:
-            step: computes a step of so many rows with contexts up to so many tokens; returns all logits.
-            backend: says which bounds of the context differ in its launches.
+            step: computes a step of a number of rows and a bound of the context in tokens; returns all logits.
+            backend: its `bound` says which contexts need different launches.
             max_rows: maximum number of sequences.
             max_context: longest context, in tokens.
         """
@@ -70,11 +70,11 @@ class Graphs:
         self.sizes: tuple[int, ...] = tuple(
             sorted({*(n for n in (1, 2, 4, 8) if n < max_rows), *range(16, max_rows, 16), max_rows})
         )
-        """Numbers of rows for which there are graphs once they are captured."""
+        """Numbers of rows for which `capture` records graphs."""
         self.reason: str | None = NOT_CAPTURED
-        """Why steps run without graphs; None: they run with graphs."""
+        """Why decode steps run without graphs; None: they run with graphs."""
         self.active = True
-        """Whether steps may use the graphs; unset it to compare with steps without."""
+        """Whether steps may use the graphs; False while they are compared with steps without graphs."""
         self._graphs: dict[tuple[int, int], Graph] = {}
 
     @property
@@ -89,10 +89,11 @@ class Graphs:
 
     @property
     def largest(self) -> int:
+        """Largest number of rows of a graph."""
         return self.sizes[-1]
 
     def find(self, rows: int, longest: int) -> Graph | None:
-        """Return the smallest graph that holds a step of decodes, or None.
+        """Return the smallest graph for a step of decodes; None if there is none.
 
         Args:
             rows: number of rows.
@@ -111,7 +112,7 @@ class Graphs:
     def capture(self, device: torch.device) -> None:
         """Record all graphs, the largest first. If one fails, discard all and keep the reason.
 
-        The staging buffer must hold padding alone, as long as the largest graph. Each step runs once before it is
+        The staging buffer must hold only padding, of the size of the largest graph. Each step runs once before it is
         recorded: a first launch may load or compile a kernel, or allocate a workspace, which a capture does not allow.
         """
         began = time.monotonic()
@@ -134,7 +135,7 @@ class Graphs:
                         logits[:rows].copy_(self._step(rows, bound))
                     graphs[rows, bound] = Graph(rows, bound, recorded, logits[:rows])
         except Exception as error:
-            cause = error.__context__ or error  # the end of a broken capture raises, too
+            cause = error.__context__ or error  # ending a capture that failed raises, too
             log.debug("graphs_not_captured", exc_info=True)
             self.disable(f"{type(cause).__name__}: {cause}")
             return
@@ -145,7 +146,7 @@ class Graphs:
         log.info("graphs_captured", count=len(graphs), seconds=round(time.monotonic() - began, 1))
 
     def _keys(self) -> Iterator[tuple[int, int]]:
-        """Yield the number of rows and the bound of the context of each graph, the largest first."""
+        """Yield (number of rows, bound of the context) of each graph, the largest first."""
         for rows in reversed(self.sizes):
             bounds = {self._bound(rows, longest) for longest in (*_CONTEXTS, self._max_context)}
             for bound in sorted(bounds, reverse=True):

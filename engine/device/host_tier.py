@@ -1,4 +1,4 @@
-"""Copies of KV blocks between the tiers, and within the device, that the host does not wait for.
+"""Copies KV blocks between device and host tier, and within the device, without waiting for the device.
 
 All copies are on the current stream, so the device makes them in order, before the kernels that are launched later: a
 block may be written as soon as the copy that reads it was launched. Host memory that is not pinned is copied while the
@@ -20,14 +20,14 @@ from kernels.device import upload
 Pairs = Iterable[tuple[int, int]]
 """(source, target) of each copy of a block."""
 _AT_ONCE = 32
-"""Blocks that a copy within the device holds twice at a time."""
+"""Blocks of one launch, which needs memory for as many blocks."""
 
 
 class HostTier:
-    """The host's blocks, in one or several tensors: pinned memory in one piece can be hard to get."""
+    """The slots of the host tier, in one or several tensors, since pinned memory is allocated in pieces."""
 
     def __init__(self, pieces: Seq[Tensor]) -> None:
-        """Use these tensors.
+        """Make slots of these tensors.
 
         Args:
             pieces: uint8 `[slots, block_bytes]` each; slots are counted over all pieces, in their order.
@@ -48,7 +48,7 @@ class HostTier:
 
         Args:
             pool: uint8 `[num_blocks, block_bytes]`, on the device.
-            pairs: (device block, host slot) of each.
+            pairs: (device block, host slot) of each copy.
         """
         for block, slot, count in _runs(pairs):
             for piece, start, done, length in self._parts(slot, count):
@@ -60,7 +60,7 @@ class HostTier:
 
         Args:
             pool: uint8 `[num_blocks, block_bytes]`, on the device.
-            pairs: (host slot, device block) of each.
+            pairs: (host slot, device block) of each copy.
         """
         for slot, block, count in _runs(pairs):
             for piece, start, done, length in self._parts(slot, count):
@@ -68,7 +68,7 @@ class HostTier:
                 target.copy_(piece[start : start + length], non_blocking=True)
 
     def _parts(self, slot: int, count: int) -> Iterator[tuple[Tensor, int, int, int]]:
-        """Cut the slots `[slot, slot + count)` at the ends of pieces: piece, first slot in it, slots before, length."""
+        """Cut `count` slots at the ends of tensors; yield tensor, first slot in it, number of slots before, length."""
         done = 0
         while done < count:
             index = bisect_right(self._ends, slot + done)
@@ -83,11 +83,11 @@ def copy_blocks(pool: Tensor, pairs: Pairs) -> None:
 
     Args:
         pool: uint8 `[num_blocks, block_bytes]`.
-        pairs: (source block, target block) of each; no target is there twice.
+        pairs: (source block, target block) of each copy; the targets are distinct.
     """
     pairs = list(pairs)
     sources = {source for source, _ in pairs}
-    # With a block that is read and written, only one launch of everything keeps the order; that is rare.
+    # If a block is both source and target, one launch must read all blocks before it writes; that is rare.
     size = len(pairs) if any(target in sources for _, target in pairs) else _AT_ONCE
     indices = upload([i for pair in pairs for i in pair], torch.int64, pool.device).view(-1, 2)
     for start in range(0, len(pairs), size):
@@ -96,7 +96,7 @@ def copy_blocks(pool: Tensor, pairs: Pairs) -> None:
 
 
 def _runs(pairs: Pairs) -> Iterator[tuple[int, int, int]]:
-    """Join copies of consecutive sources to consecutive targets: first source, first target and count of each run."""
+    """Join copies of consecutive sources to consecutive targets; yield first source, first target and count."""
     source = target = count = 0
     for read, write in sorted(pairs):
         if count and (read, write) == (source + count, target + count):

@@ -1,11 +1,12 @@
 """Rows of live sequences in the tables of a device.
 
-A place is a row of the block tables and of the tensor of last ids. It is only a cache: a sequence that runs without one
-gets one, if need be that of a sequence that is not in the step. What a step needs of an earlier one is the id that it
-sampled, and that only for a sequence of the step right before; such a sequence keeps its place between the two.
+A place is the index of a sequence's row in the block tables and in the tensor of last ids. The rows are a cache: a
+sequence without a place gets one when it runs, if none is free that of a sequence that is not in the step. The only
+value that a step cannot get from the host is a pending id, which the step right before it sampled; a sequence that is
+in both steps keeps its place.
 
-The places of an ended sequence may be given away while a step with it is in flight: the device executes steps and
-uploads in the order of their launches, so it reads the old row before the new one is written.
+The place of an ended sequence may be given to another one while a step with the ended one is in flight: the device
+executes steps and uploads in the order of their launches, so it reads the old row before the new one is written.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ Ints = NDArray[np.int32]
 
 
 class Places:
-    """Gives each sequence of a step a place."""
+    """Assigns places to sequences."""
 
     def __init__(self, count: int, lost: Callable[[int], None] = lambda uid: None) -> None:
-        """Create `count` places; `lost` is called with the `uid` of each sequence that loses its place."""
+        """Create `count` free places. `lost` is called with the `uid` of each sequence that loses its place."""
         self._lost = lost
         self._free = list(range(count))[::-1]
         self._of: dict[int, int] = {}
         """`Sequence.uid` → place, in the order in which they were given."""
 
     def of(self, seqs: Seq[Sequence]) -> list[int]:
-        """Return the places of all sequences of a step; sequences without one get one.
+        """Return the places of all sequences of a step, after assigning one to each sequence that has none.
 
         Raises:
             ValueError: there are more sequences than places.
@@ -71,7 +72,7 @@ class Places:
 
 
 class BlockTables:
-    """The host's copy of the block tables on the device, from which it knows which entries changed.
+    """A copy on the host of the block tables on the device, which tells which entries have to be uploaded.
 
     A sequence replaces the list of its blocks whenever it loses them. While the list is the same, the entries of full
     computed blocks don't change: only those from the block of the first computed token on are compared.
@@ -79,14 +80,14 @@ class BlockTables:
 
     def __init__(self, places: int, blocks: int, block_size: int) -> None:
         self.entries: Ints = np.full((places, blocks), -1, np.int32)
-        """`[places, blocks]`: what is on the device once the uploads that were launched are made; -1: unknown."""
+        """`[places, blocks]`: block ids on the device after all uploads that were launched; -1: unknown."""
         self._flat = self.entries.reshape(-1)
         self._lists: list[list[int] | None] = [None] * places
         """The list whose blocks are in each row."""
         self._block_size = block_size
 
     def update(self, seqs: Seq[Sequence], places: Ints, starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
-        """Take the block tables of the sequences of a step.
+        """Copy the block tables of the sequences of a step into `entries`, and return what changed.
 
         Args:
             seqs: S sequences.
@@ -124,12 +125,12 @@ class BlockTables:
         return at, values
 
     def forget(self) -> None:
-        """Treat everything on the device as unknown, since an upload may not have been launched."""
+        """Treat all entries on the device as unknown; called when an upload may not have been launched."""
         self.entries.fill(-1)
         self._lists = [None] * len(self._lists)
 
 
 def ramps(starts: Ints, counts: Ints) -> Ints:
-    """Return `starts[0], starts[0] + 1, …` (`counts[0]` numbers), then the same of `starts[1]`, and so on."""
+    """Return `counts[0]` consecutive numbers from `starts[0]` on, then `counts[1]` from `starts[1]` on, and so on."""
     ends = np.cumsum(counts, dtype=np.int32)
     return np.arange(ends[-1] if len(ends) else 0, dtype=np.int32) + np.repeat(starts - ends + counts, counts)

@@ -1,6 +1,6 @@
 """Executes plans on a GPU without waiting for it: one upload, the forward pass, sampling.
 
-A launch returns as soon as the device has its orders. The ids that a step samples stay on the device, in
+A launch returns when all work is queued on the device. The ids that a step samples stay on the device, in
 `Staging.last`, so that the next step can be launched before the host knows them.
 """
 
@@ -27,19 +27,19 @@ from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Plan, Slice
 from engine.sequence import Sequence
 from kernels.attention.base import AttentionBackend, DeviceArrays, LazyBatch
-from kernels.device import upload
+from kernels.device import send
 
 _LEAST_TOKENS = 64
-"""Rows for which there is room, however small the token budget is: the canary does not know it."""
+"""Minimum number of rows for which buffers have room; the canary's prompt may exceed a small token budget."""
 _CHANGES = 4096
-"""Changed entries of block tables that go up with a step; more than these take a copy of their own."""
+"""Maximum number of changed block table entries in the upload of a step; if there are more, they are uploaded apart."""
 _EXTRAS = 5
-"""Arrays that follow the rows."""
+"""Number of arrays in the section `extra` of the staging buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A plan on the host. S sequences, T rows, R sampled rows, P rows with logprobs of prompt ids."""
+    """A plan as arrays on the host: S sequences, T rows, R sampled rows, P rows with logprobs of prompt ids."""
 
     slices: Seq[Slice]
     seqs: Seq[Sequence]
@@ -52,7 +52,7 @@ class _Step:
     offsets: Ints
     """`[S + 1]`: first row of each sequence, and T."""
     pending: np.ndarray[tuple[int], np.dtype[np.bool_]]
-    """`[S]`: whether the host does not know the last of these tokens."""
+    """`[S]`: whether the last of these tokens is a pending id, which the host does not know."""
     sampling: Seq[Sequence]
     """R sequences."""
     wanted: Ints
@@ -60,7 +60,7 @@ class _Step:
     sampling_places: Ints
     """`[R]`."""
     sampling_pending: Seq[bool]
-    """R: whether the host does not know the last token of the sequence."""
+    """R flags: whether the last token of the sequence is a pending id."""
 
     @property
     def num_rows(self) -> int:
@@ -68,12 +68,12 @@ class _Step:
 
     @property
     def decodes(self) -> bool:
-        """Whether each sequence has one row, of which only the sampled id may be wanted."""
+        """Whether each sequence has one row, and no logprobs of prompt ids are requested."""
         return self.num_rows == len(self.seqs) and len(self.wanted) == len(self.sampling)
 
 
 class DeviceRunner:
-    """Runs a model on one GPU; in tests also on the CPU, for the same arrays."""
+    """Runs a model on one GPU (in tests also on the CPU); implements `engine.runner.Runner`."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class DeviceRunner:
         tiles = backend.tile_tokens
         items = 0 if tiles is None else tokens // tiles[1] + max_num_seqs
         extra = tokens + 2 * max_num_seqs + 2 * items + 2 * _CHANGES + 4 * _EXTRAS
-        # A place more than can run, for the canary; so no sequence that runs loses its own.
+        # One place more than sequences can run, for the canary, so that no running sequence loses its place.
         self.places = Places(max_num_seqs + 1, self._lost_place)
         layout = Layout(max_num_seqs + 1, max_num_seqs, tokens, extra)
         self.staging = Staging(layout, pool.device)
@@ -121,7 +121,7 @@ class DeviceRunner:
         self._tables = torch.zeros(self.block_tables.entries.shape, dtype=torch.int32, device=pool.device)
         self._all_rows = torch.arange(max_num_seqs, device=pool.device)
         self._rows: dict[int, tuple[Row, Row]] = {}
-        """`Sequence.uid` → the sampler's input, without and with a pending id; they depend on nothing else."""
+        """`Sequence.uid` → the sampler's input for the sequence without a pending id, and with one."""
         backend.reserve(max_num_seqs, self._max_context)
         self.graphs = Graphs(self._padded, backend, max_num_seqs, self._max_context)
 
@@ -161,7 +161,7 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Record CUDA graphs of decode steps. Called while no step is in flight.
+        """Record CUDA graphs of decode steps. No step may be in flight.
 
         If a capture fails, all steps run without graphs; `graphs.reason` says why.
         """
@@ -175,10 +175,10 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def compare_graph(self, plan: Plan) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Compute a step of decodes by its graph, launch by launch with the same padding, and without padding.
+        """Compute a decode step by its graph, by single launches with the same padding, and without padding.
 
         Returns:
-            The logits of each, `[R, vocab]`; None: there is no graph for the step.
+            The three logits, `[R, vocab]` each; None if there is no graph for the step.
         """
         step = self._read(plan)
         graph = self.graphs.find(step.num_rows, int((step.starts + step.counts).max()))
@@ -211,7 +211,7 @@ class DeviceRunner:
         if not plain:
             repeats = [len(piece.sampling) for piece in slices]
             wanted, flags = np.repeat(wanted, repeats), np.repeat(flags, repeats)
-        if not plain or offsets[-1] > len(seqs):  # a row that samples is behind the prompt, or its last
+        if not plain or offsets[-1] > len(seqs):  # a sampling row is the last of the prompt or after it
             wanted = np.concatenate([wanted, *_prompt_rows(slices, offsets)])
         return _Step(
             slices,
@@ -244,7 +244,7 @@ class DeviceRunner:
         extra = [step.wanted, step.sampling_places, *((at, values) if fits else (at[:0], values[:0])), long]
         wanted, places, *changes, items = self.staging.send(pinned, rows, extra)
         if not fits:
-            changes = [upload(array.tolist(), torch.int32, self.pool.device) for array in (at, values)]
+            changes = [send(array, self.pool.device) for array in (at, values)]
         if len(at):
             self._tables.view(-1).index_copy_(0, changes[0].to(torch.int64), changes[1])
         if graph is not None:
@@ -273,7 +273,7 @@ class DeviceRunner:
         target[:, SLOT] = self.block_tables.entries[places, positions // size] * size + positions % size
 
     def _work(self, step: _Step) -> tuple[Ints, Ints]:
-        """Return the work items of short and of longer pieces, `[W, 2]` each: sequence and first token."""
+        """Return the work items (sequence, first token) of short and of longer pieces, `[W, 2]` each."""
         tiles = self.backend.tile_tokens
         if tiles is None:
             return _NO_WORK, _NO_WORK
@@ -305,7 +305,7 @@ class DeviceRunner:
         return self._joined(step, step.num_rows, arrays, wanted, bool(step.pending.any()))
 
     def _padded(self, rows: int, longest: int) -> Tensor:
-        """Compute a decode step from what is in the device's buffers; this is what a graph records.
+        """Compute a decode step from the arrays in the device's buffers; graphs record this function.
 
         Args:
             rows: number of rows and sequences, padding included.
@@ -350,7 +350,7 @@ _PADDING_ROW = np.array([0, 0, -1, 0], np.int32)
 
 
 def _ids(step: _Step) -> Ints | list[int]:
-    """Return the input ids of a step, `[T]`; 0 for one that the host does not know."""
+    """Return the input ids of a step, `[T]`; 0 for a pending id."""
     if step.num_rows == len(step.seqs):
         tokens = [seq.tokens for seq in step.seqs]
         return [ids[at] if at < len(ids) else 0 for ids, at in zip(tokens, step.starts.tolist(), strict=True)]
@@ -371,7 +371,7 @@ def _prompt_rows(slices: Seq[Slice], offsets: Ints) -> Iterator[Ints]:
 
 
 def _pad(pinned: Pinned, used: int, rows: int, items: int, own_ids: Ints) -> None:
-    """Fill what a graph of `rows` rows reads beyond a step of decodes with `used` rows and `items` work items."""
+    """Write padding after the `used` rows and `items` work items of a decode step, up to the `rows` rows of a graph."""
     host = pinned.sections
     if rows > used:
         host.contexts[used:rows] = 0
@@ -383,8 +383,9 @@ def _pad(pinned: Pinned, used: int, rows: int, items: int, own_ids: Ints) -> Non
 
 
 def _lengths(step: _Step | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return `cu_seqlens` and `context_lens` of a step; a captured step (None) has none on the host."""
     if step is None:
-        raise AttributeError("a captured step has no lengths on the host")  # which tools that print locals expect
+        raise AttributeError("a captured step has no lengths on the host")
     return tuple(step.offsets.tolist()), tuple((step.starts + step.counts).tolist())
 
 

@@ -4,12 +4,12 @@
                              │ one copy, up to what the step uses
     device     [ last | contexts | starts | places | short | rows | extra ... ]
 
-All but `extra`, which follows the rows that the step has, is at a fixed place, where a CUDA graph finds it again.
-`last` holds the last id that was sampled for each place, and lies before the rows in the same memory: the input ids of
-all rows are one gather, from the row itself or, for an id that the host does not know yet, from `last`.
+All sections except `extra` are at fixed addresses, which a CUDA graph needs; `extra` follows the rows of the step.
+`last` holds the id that was sampled last for each place. It lies in the same memory as the rows, so that one gather
+returns the input ids of all rows: from the row itself, or from `last` if the host does not know the id yet.
 
-The next step overwrites the device's buffer while the last one may still run on the host's clock; the device executes
-both in the order of their launches. A pinned buffer is overwritten only after the event behind its copy.
+The copy of the next step may be launched while the last step still runs: the device executes both in the order of their
+launches. A pinned buffer is overwritten only after the event that follows its copy.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.device.places import Ints
+from kernels.device import aligned
 
 ID, POSITION, SLOT, SOURCE = range(4)
 """Columns of `rows`."""
@@ -31,24 +32,25 @@ Array = TypeVar("Array", Ints, Tensor)
 
 @dataclass(frozen=True, slots=True)
 class Sections(Generic[Array]):
-    """Views of a buffer. S sequences and T rows at most."""
+    """Views of the parts of a buffer, which has room for S sequences and T rows."""
 
     contexts: Array
-    """`[S]`: tokens of each sequence in the pool after the step; padding: 0."""
+    """`[S]`: number of tokens of each sequence in the pool after the step; padding: 0."""
     starts: Array
     """`[S + 1]`: first row of each sequence, and the number of rows; padding: the number of rows."""
     places: Array
     """`[S]`: place of each sequence; padding: -1."""
     short: Array
-    """`[S, 2]`: work items of short pieces: sequence, first token; padding: -1, 0."""
+    """`[S, 2]`: sequence and first token of each work item of a short piece, see `AttentionBackend.tile_tokens`.
+    Padding: -1, 0."""
     rows: Array
-    """`[T, 4]`: id (0 if the host does not know it), position, slot, and index into the device's buffer of the id to
-    take. Padding: 0, 0, -1, and the index of its own id."""
+    """`[T, 4]`: id (0 if the host does not know it), position, slot, and index of the input id in the device's buffer.
+    Padding: 0, 0, -1, and the index of its own id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the sections of a buffer are."""
+    """Sizes and offsets of the sections of a buffer, in int32 entries."""
 
     places: int
     """Number of places: entries of `last`."""
@@ -93,13 +95,8 @@ class Layout:
         return np.arange(first, first + 4 * self.tokens, 4, dtype=np.int32)
 
 
-def aligned(count: int) -> int:
-    """Round a number of int32 up to 16 bytes: Triton compiles a kernel again for an address of another alignment."""
-    return -(-count // 4) * 4
-
-
 class Pinned:
-    """One of the host's buffers."""
+    """A pinned buffer of the host, filled for one step and then copied."""
 
     def __init__(self, layout: Layout, on_gpu: bool) -> None:
         self.tensor = torch.zeros(layout.size, dtype=torch.int32, pin_memory=on_gpu)
@@ -108,19 +105,19 @@ class Pinned:
         self._event: torch.cuda.Event | None = None
 
     def sent(self) -> None:
-        """Note that its copy to the GPU was launched just now."""
+        """Record an event; called directly after the copy of the buffer to the GPU was launched."""
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
     def wait(self) -> None:
-        """Wait until its last copy was made, which a step that was waited for has behind it."""
+        """Wait until the last copy of the buffer is done; usually it is, since the host has waited for its step."""
         if self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
             self._event.synchronize()
         self._event = None
 
 
 class Staging:
-    """The host's and the device's buffers."""
+    """The two pinned buffers of the host, used in turn, and the buffer of the device."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout = layout
@@ -134,7 +131,7 @@ class Staging:
         self.device: Sections[Tensor] = layout.sections(self._target)
 
     def next(self) -> Pinned:
-        """Return the host's buffer for the next step, which no copy reads any more."""
+        """Return the pinned buffer for the next step, after waiting until no copy reads it."""
         self._pinned.reverse()
         pinned = self._pinned[0]
         pinned.wait()

@@ -1,4 +1,4 @@
-"""Shows on the device, at start, that products give a row the same bits for every number of rows."""
+"""Tests on the device, at the start, whether products give a row the same bits for every number of rows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kernels.ops import rms_norm
 def shows_invariance(model: Model) -> bool:
     """Compute random rows by each kind of product and norm of a model, alone and beside other rows, and compare bits.
 
-    If a product on a GPU has other bits in another tile, all products take one tile from now on, and the check is
-    repeated. Attention is not part of the check.
+    If bits on a GPU depend on the tile of a product, all products use one tile from now on, and the test is repeated.
+    Attention is not tested here.
 
     Args:
-        model: bound to its attention backend; one that transformers' code runs never shows it.
+        model: bound to its attention backend. For a model in transformers' code the result is always False.
 
     Returns:
         Whether all bits were equal.

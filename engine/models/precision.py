@@ -1,4 +1,4 @@
-"""Which products a model is computed with, and the refusals of what a device or an implementation cannot do."""
+"""How the products of a model are computed; refuses what a device or transformers' code cannot do."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _DTYPES = {"none": None, "int8": torch.int8, "fp8": FP8}
 
 
 def precision_of(options: ModelOptions) -> Precision:
-    """Return how the fused decoder multiplies."""
+    """Return the precision of the fused decoder's products."""
     return Precision(_DTYPES[options.quantize], options.batch_invariant)
 
 
 def fused_only(options: ModelOptions) -> str:
-    """Return the options, as on the command line, that only the fused decoder has; empty if none is set."""
+    """Return the options that are set and that only the fused decoder has, as on the command line; may be empty."""
     quantize = [] if options.quantize == "none" else [f"--quantize {options.quantize}"]
     return " and ".join(quantize + ["--batch-invariant"] * options.batch_invariant)
 
@@ -65,9 +65,9 @@ def check_backend(options: ModelOptions, backend: AttentionBackend, *, shown: bo
     """Refuse `--batch-invariant` where the attention or the products give a row other bits in other batches.
 
     Args:
-        options: of the model.
-        backend: its attention.
-        shown: whether a CPU's products and attention gave equal bits in a test run.
+        options: options of the model.
+        backend: the attention backend.
+        shown: on a CPU, whether products and attention gave equal bits in a test run.
         replaced: why another backend was replaced by this one; empty: it was chosen.
 
     Raises:

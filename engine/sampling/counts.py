@@ -1,4 +1,4 @@
-"""How often each id occurs in the rows with penalties, in memory of the device."""
+"""Counts on the device how often each id occurs in the rows with penalties."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from kernels.device import send
 
 
 class Counts:
-    """One slot for each row with penalties. If slots run out, the row that was sampled longest ago loses its slot.
+    """The counts of each row with penalties, in a slot of a tensor of the device.
 
-    A row's tokens are uploaded when it gets a slot; after that the device counts each id that it samples.
+    A row's tokens are uploaded when it gets a slot; after that the device counts each id that it samples. If no slot is
+    free, the row that was sampled longest ago loses its slot.
     """
 
     def __init__(self, num_slots: int, num_ids: int, width: int, device: torch.device) -> None:
+        """Allocate slots of `width` columns, at least `num_ids`."""
         self._num_ids = num_ids
         self.values = torch.empty((num_slots, width), dtype=torch.int32, device=device)
         """int32 `[slots, width]`: twice the number of occurrences in the output, plus 1 if the id is in the prompt."""
@@ -34,7 +36,7 @@ class Counts:
         return not self._slots and not self._seen
 
     def slots(self, rows: Seq[Row], last: Tensor | None) -> list[int]:
-        """Return the slots of these rows, which hold the counts of all their tokens; the next id is counted as well.
+        """Return the slots of these rows, with the counts of all their tokens. The device adds the id sampled next.
 
         Raises:
             IndexError: there are more rows than slots.
@@ -58,7 +60,7 @@ class Counts:
             self._free.append(slot)
 
     def _fill(self, rows: Seq[Row], needed: set[int], last: Tensor | None) -> None:
-        """Count the tokens of these rows; the rows of `needed` keep their slots."""
+        """Count the tokens of these rows in their slots; no row whose uid is in `needed` loses its slot."""
         width = self.values.shape[1]
         cells, amounts = [], []
         for row in rows:
@@ -82,7 +84,7 @@ class Counts:
 
 
 def _amounts(row: Row, num_ids: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct ids of a row, int64, and the values that stand for their counts, int32."""
+    """Return the distinct ids of a row, int64, and their entries in `Counts.values`, int32."""
     tokens = np.array(row.tokens, dtype=np.int64)
     output = np.zeros(len(tokens), dtype=bool)
     output[row.num_prompt_tokens :] = True

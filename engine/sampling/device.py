@@ -1,8 +1,8 @@
-"""Samples on a device without waiting for it; only `Drawn.result` waits, for one event.
+"""Samples ids on a GPU without waiting for it; only `Drawn.result` waits, for one event.
 
 Rows, parameters and order are those of `engine.sampling.sampler`, and so are the ids: the random numbers are computed
 on the host and uploaded. A step uploads one array, and one more if other rows than in the last step are sampled, or if
-a row with penalties is new. What depends on a pending id is decided on the device.
+a row with penalties is new. The device itself applies what depends on a pending id.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DeviceSampler:
 
     @property
     def idle(self) -> bool:
-        """Whether no values of any row are cached."""
+        """Whether no state of any row is cached."""
         return not self._fixed and not self._uids and self._counts.idle
 
     def sample(
@@ -77,7 +77,7 @@ class DeviceSampler:
     def _launch(
         self, logits: Tensor, num_rows: int, table: Table, step: Step, last: Tensor | None, top: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Upload the step; return the sampled ids, and what `kernels.sampling.logprobs` returns if it is wanted."""
+        """Upload the step; return the sampled ids, and the results of `kernels.sampling.logprobs` if any are wanted."""
         plain, wanted = step.plain(table), step.wanted.size > 0
         if plain and not wanted:
             return sampling.highest(logits[:num_rows], self.num_ids), ()
@@ -128,7 +128,7 @@ def _tops(table: Table, rows: Seq[Row], prompts: Seq[PromptRows]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """Ids and logprobs on their way to the host."""
+    """Ids and logprobs that are being copied to the host (a `Drawn`)."""
 
     ids: Tensor
     download: Download
@@ -157,7 +157,7 @@ class _Drawn:
 
 @dataclass(frozen=True, slots=True)
 class _Entries:
-    """Log-probabilities of W ids and of the most likely ids beside them, in order."""
+    """Log-probabilities of W ids, and for each of them the most likely ids of its row, the most likely first."""
 
     chosen: list[float]
     ids: list[list[int]]

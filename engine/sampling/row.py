@@ -1,4 +1,4 @@
-"""The input and the output of a sampler: rows, prompt rows, and what was drawn for them."""
+"""The input and the output of a sampler: rows, prompt rows, sampled ids and logprobs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from torch import Tensor
 from engine.outputs import TokenLogprobs
 from engine.request import SamplingParams
 from engine.sampling.structured import Matcher
+
+MIN_TEMPERATURE = 1e-6
+"""Temperatures above 0 that are lower count as this one, so that no quotient overflows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +32,9 @@ class Row:
     eos_token_ids: frozenset[int]
     matcher: Matcher | None = None
     pending: bool = False
-    """Whether one more id after `tokens` was sampled, and only the device knows it: `last[place]`."""
+    """Whether an id after `tokens` is pending: it was sampled, and only the device knows it, in `last[place]`."""
     place: int = 0
-    """Index of the choice in the tables of the device."""
+    """Row of the choice in the tables of the device, see `engine.device.places`."""
 
     @property
     def position(self) -> int:
@@ -73,7 +76,7 @@ class Sampled:
 
 
 class Drawn(Protocol):
-    """Ids that a device has been asked to sample."""
+    """Ids whose sampling was started; a GPU may still compute them."""
 
     @property
     def ids(self) -> Tensor:
@@ -91,7 +94,7 @@ class Drawn(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Ids that were sampled at once (a `Drawn`)."""
+    """Ids that are known already (a `Drawn`)."""
 
     sampled: Sampled
 

@@ -23,7 +23,7 @@ from engine.outputs import TokenLogprobs
 from engine.request import SamplingParams
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import uniform
-from engine.sampling.row import Computed, Drawn, PromptRows, Row, Sampled
+from engine.sampling.row import MIN_TEMPERATURE, Computed, Drawn, PromptRows, Row, Sampled
 from engine.sampling.structured import apply_masks
 from kernels.ops import argmax
 
@@ -31,7 +31,6 @@ __all__ = ["Computed", "Drawn", "PromptRows", "Row", "Sampled", "Sampler", "toke
 
 _TOP = 256
 """Number of highest logits that are sorted to find the limit of top_p, before all logits are sorted."""
-_MIN_TEMPERATURE = 1e-6
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -124,7 +123,7 @@ class Sampler:
 
     @property
     def idle(self) -> bool:
-        """Whether no values of any row are cached."""
+        """Whether no state of any row is cached."""
         return not self._counts and self._columns is None
 
     def _columns_of(self, rows: Seq[Row]) -> _Columns:
@@ -146,7 +145,7 @@ class Sampler:
             if params.logit_bias:
                 ids, biases = zip(*params.logit_bias, strict=True)
                 logits[i, list(ids)] += torch.tensor(biases, device=self.device)
-            if _penalised(params):
+            if params.penalised:
                 self._counts_of(row).penalise(logits[i], params)
         apply_masks(logits, {i: row.matcher for i, row in enumerate(rows) if row.matcher is not None})
         for i, row in enumerate(rows):
@@ -203,7 +202,7 @@ class _Columns:
         return cls(
             drawn=torch.tensor(drawn, dtype=torch.int64, device=device),
             drawn_rows=drawn,
-            temperature=column([max(p.temperature, _MIN_TEMPERATURE) for p in params])[:, None],
+            temperature=column([max(p.temperature, MIN_TEMPERATURE) for p in params])[:, None],
             top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
             top_p=column([p.top_p for p in params]),
             log_min_p=column([p.min_p for p in params]).log()[:, None],
@@ -282,13 +281,9 @@ def _settled(row: Row, highest: int) -> bool:
     params = row.params
     if params.temperature > 0 or params.logprobs is not None or params.logit_bias or row.matcher is not None:
         return False
-    if _penalised(params):
+    if params.penalised:
         return False
     return highest not in row.banned
-
-
-def _penalised(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Parameters of the rows of a batch as arrays: those that stay while the rows stay, and those of one step."""
+"""Sampling parameters of a batch as arrays: those that stay while the same rows are sampled, and those of one step."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.request import SamplingParams
 from engine.sampling.noise import uniform_of
-from engine.sampling.row import Row
-from kernels.device import send
+from engine.sampling.row import MIN_TEMPERATURE, Row
+from kernels.device import aligned, send
 from kernels.sampling import DRAWN, SPARES, Choices
 
-_MIN_TEMPERATURE = 1e-6
 _FLOATS = ("temperature", "top_p", "log_min_p", "repetition", "frequency", "presence")
 _FIXED = (*_FLOATS, "top_k", "flags", "bias_starts", "bias_rows", "bias_ids", "bias")
 _FP32 = (*_FLOATS, "bias")
 
 
 class Fixed(NamedTuple):
-    """What a row never changes; made once for each row."""
+    """Parameters of one row that never change; made once for each row."""
 
     floats: tuple[float, ...]
     """In the order of `_FLOATS`."""
@@ -36,9 +34,10 @@ class Fixed(NamedTuple):
     bans: bool
     """Whether some ids may be banned in some step."""
     combined: tuple[np.ndarray, ...]
-    """The ids that are banned in every step; these and those before `min_tokens`; the same two for the first output id,
-    with the ids that are banned as such."""
+    """Four arrays of banned ids: those of every step; with those before `min_tokens`; both once more, with those that
+    are banned as the first output id."""
     sequences: tuple[tuple[int, ...], ...]
+    """Sequences of ids of which the last is banned after the others."""
 
     @classmethod
     def of(cls, row: Row, num_ids: int) -> Fixed:
@@ -49,7 +48,7 @@ class Fixed(NamedTuple):
         flags = DRAWN * (params.temperature > 0) + SPARES * (row.matcher is not None or bans is not None)
         return cls(
             floats=(
-                max(params.temperature, _MIN_TEMPERATURE),
+                max(params.temperature, MIN_TEMPERATURE),
                 params.top_p,
                 params.min_p,
                 params.repetition_penalty,
@@ -60,7 +59,7 @@ class Fixed(NamedTuple):
             flags=flags,
             bias_ids=np.fromiter(bias.keys(), np.int32, len(bias)),
             bias=np.fromiter(bias.values(), np.float32, len(bias)),
-            penalised=penalised(params),
+            penalised=params.penalised,
             bans=bans is not None or params.min_tokens > 0,
             combined=tuple(
                 _ids(always | (early if part & 1 else none) | (first if part & 2 else none), num_ids)
@@ -70,7 +69,7 @@ class Fixed(NamedTuple):
         )
 
     def banned(self, row: Row) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Return the distinct ids that are banned now, and distinct pairs (id, pending id after which it is banned)."""
+        """Return distinct ids that are banned now, and distinct pairs (id, pending id after which the id is banned)."""
         position = row.position
         now = self.combined[(position < row.params.min_tokens) + 2 * (position == 0)]
         pairs: set[tuple[int, int]] = set()
@@ -84,20 +83,16 @@ class Fixed(NamedTuple):
         return now, sorted((i, after) for i, after in pairs if after >= 0 and i not in now)
 
 
-def penalised(params: SamplingParams) -> bool:
-    """Return whether a request has any penalty."""
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-
-
 @dataclass(frozen=True)
 class Table:
-    """Parameters that stay as long as the same rows are sampled, on the device."""
+    """Parameters that stay as long as the same rows are sampled; `columns` are on the device."""
 
     rows: tuple[Fixed, ...]
     seeds: np.ndarray
-    """uint64 [R], as `indices`: parts of the key of the noise."""
+    """uint64 [R], as `indices`: together with the position, the key of a row's random number."""
     indices: np.ndarray
     drawn: bool
+    """Whether any row has a temperature above 0."""
     penalised: tuple[int, ...]
     """Indices of the rows with penalties."""
     banning: tuple[int, ...]
@@ -107,10 +102,11 @@ class Table:
     wanted: tuple[int, ...]
     """Indices of the rows that request logprobs."""
     biased: bool
+    """Whether any row has a logit_bias."""
     plain: bool
     """Whether each row always samples the id of its highest logit."""
     columns: dict[str, Tensor]
-    """On the device: those fields of `Choices` that stay as long as the rows."""
+    """Name → tensor of those fields of `Choices` that stay as long as the same rows are sampled."""
 
     @classmethod
     def of(cls, rows: Seq[Row], fixed: Seq[Fixed], device: torch.device) -> Table:
@@ -139,7 +135,7 @@ class Step:
     noise: np.ndarray
     """fp64 [R]."""
     slots: np.ndarray
-    """int32 [R], as `masks` and `places`; -1: none."""
+    """int32 [R], as `masks` and `places`: see `Choices`; -1: none."""
     masks: np.ndarray
     places: np.ndarray
     ban_starts: np.ndarray
@@ -170,7 +166,7 @@ class Step:
         return cls(noise, slot, mask, places, starts(sizes), ids, after, bits.numpy(), wanted)
 
     def plain(self, table: Table) -> bool:
-        """Return whether each row samples the id of its highest logit, whatever the others are."""
+        """Return whether each row samples the id of its highest unedited logit in this step."""
         return not (table.drawn or self.edits(table))
 
     def edits(self, table: Table) -> bool:
@@ -178,7 +174,7 @@ class Step:
         return bool(table.penalised or table.matching or table.biased or len(self.ban_ids))
 
     def send(self, table: Table, device: torch.device) -> tuple[Choices, Tensor, Tensor]:
-        """Upload the step; return the parameters of the rows, and both rows of `wanted`."""
+        """Upload the step; return the parameters of the rows, and the rows and the ids of `wanted`."""
         banned_rows = np.repeat(np.arange(len(self.noise)), np.diff(self.ban_starts))
         parts = [
             self.noise.view(np.int32), self.slots, self.masks, self.places, self.ban_starts,
@@ -195,8 +191,8 @@ class Step:
 
 
 def _columns(fixed: Seq[Fixed], device: torch.device) -> dict[str, Tensor]:
-    """Upload what stays as long as the rows; return `Table.columns`."""
-    floats = torch.tensor([one.floats for one in fixed], dtype=torch.float32).view(-1, 6).T.contiguous()
+    """Upload the parameters that stay as long as the same rows are sampled; return `Table.columns`."""
+    floats = torch.tensor([one.floats for one in fixed], dtype=torch.float32).view(-1, len(_FLOATS)).T.contiguous()
     floats[2].log_()
     sizes = np.array([len(one.bias) for one in fixed], dtype=np.int64)
     parts = [
@@ -213,7 +209,7 @@ def _columns(fixed: Seq[Fixed], device: torch.device) -> dict[str, Tensor]:
 
 
 def _bans(table: Table, rows: Seq[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the number of bans of each row, and the ids and pending ids of all bans."""
+    """Return the number of bans of each row, and of all bans the ids and `Choices.ban_after`."""
     sizes = np.zeros(len(rows), dtype=np.int64)
     ids: list[np.ndarray] = []
     conditions: list[tuple[int, int]] = []
@@ -234,16 +230,16 @@ def _bans(table: Table, rows: Seq[Row]) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def starts(sizes: np.ndarray) -> np.ndarray:
-    """Return where each of consecutive parts of these sizes starts, and where the last one ends."""
+    """Return the offset of each of consecutive parts of these sizes, and the end of the last part."""
     return np.concatenate([[0], np.cumsum(sizes)])
 
 
 def send_together(parts: Seq[np.ndarray], device: torch.device) -> tuple[Tensor, ...]:
     """Return one-dimensional arrays of int32 values as tensors on the device, after one upload.
 
-    Each tensor starts at a multiple of 16 bytes: Triton compiles a kernel again for pointers that do not.
+    Each tensor starts at a multiple of 16 bytes, see `kernels.device.aligned`.
     """
-    sizes = [-(-len(part) // 4) * 4 for part in parts]
+    sizes = [aligned(len(part)) for part in parts]
     together = np.zeros(sum(sizes), dtype=np.int32)
     begins = starts(np.array(sizes)).tolist()
     for at, part in zip(begins, parts, strict=False):
@@ -253,7 +249,7 @@ def send_together(parts: Seq[np.ndarray], device: torch.device) -> tuple[Tensor,
 
 
 def _joined(arrays: Seq[np.ndarray]) -> np.ndarray:
-    """Return int32 arrays, of which there may be none, as one."""
+    """Concatenate int32 arrays; no arrays give an empty one."""
     return np.concatenate([np.zeros(0, dtype=np.int32), *arrays])
 
 

@@ -14,9 +14,7 @@ _VARIABLE = "TRITON_CACHE_DIR"
 
 
 def set_folder() -> str:
-    """Let Triton keep compiled kernels in the cache folder of tokenmill, unless the environment names one.
-
-    Call before Triton is imported.
+    """Set `TRITON_CACHE_DIR` to a folder of tokenmill, unless it is set. Must be called before Triton is imported.
 
     Returns:
         The folder: `tokenmill/triton` in `XDG_CACHE_HOME`, or in `~/.cache`.
@@ -28,7 +26,7 @@ def set_folder() -> str:
 
 
 def warn_of_late_compiles() -> None:
-    """Log a warning for each kernel that Triton compiles or loads from now on: all jobs wait meanwhile."""
+    """Log a warning for each kernel that Triton compiles or loads from now on, since all jobs wait for it."""
     try:
         from triton import knobs
     except ImportError:
@@ -39,5 +37,7 @@ def warn_of_late_compiles() -> None:
 def _late(*_: Any, fn: Any = None, repr: str = "", **__: Any) -> None:
     name = getattr(fn, "name", "") or repr.partition("[")[0]
     log.warning(
-        "kernel_compiled_late", kernel=name, hint="jobs waited; a bug of tokenmill unless TRITON_… variables are set"
+        "kernel_compiled_late",
+        kernel=name,
+        hint="jobs waited for the compiler; report it, unless TRITON_… variables are set",
     )

@@ -1,7 +1,7 @@
-"""Shares the memory of a GPU: weights, the largest step and CUDA graphs are measured, the KV pool gets what they leave.
+"""Divides the memory of a GPU: weights, the largest step and CUDA graphs are measured, the KV pool gets the remainder.
 
 `--gpu-memory-utilization` is a share of the card's total memory. This process may take that much for everything
-together, as in vLLM; memory that other processes hold is not counted against it, but must lie outside of it.
+together, as in vLLM. Memory of other processes does not count towards the share, but the share must be free.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ log = structlog.get_logger()
 GIB = 1 << 30
 _MIB = 1 << 20
 _SLACK = 256 << 20
-"""What torch's allocator may reserve beyond its tensors without a warning."""
+"""Bytes by which a process may exceed its share without a warning: torch's allocator reserves more than it uses."""
 _CONTEXT = GIB
 """Of the memory that is taken before the model is loaded, at most this much counts as the CUDA context of this process;
 the other bytes belong to other processes. A context takes 0.3 to 0.6 GiB."""
 _LARGE_STEP = 0.05
-"""Share of the budget from which on the largest step is worth a hint."""
+"""Share of the budget above which the advice names options that make the largest step smaller."""
 _BF16 = (8, 0)
 """Minimum compute capability for bf16, below which it is emulated."""
 
@@ -46,16 +46,17 @@ class Snapshot:
     reserved: int
     """Held by torch's allocator."""
     allocated: int
-    """Of `reserved`, in tensors."""
+    """Held by tensors; a part of `reserved`."""
 
     @classmethod
     def of(cls, device: torch.device) -> Snapshot:
+        """Measure the memory now."""
         free, total = torch.cuda.mem_get_info(device)
         return cls(total, free, torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device))
 
     @property
     def outside(self) -> int:
-        """Bytes that torch's allocator does not hold: CUDA's context, libraries, other processes."""
+        """Bytes that are taken, but not by torch's allocator: CUDA's context, libraries, other processes."""
         return max(0, self.total - self.free - self.reserved)
 
     @property
@@ -73,14 +74,17 @@ class DeviceMemory:
         self.utilization = utilization
         self.start = Snapshot.of(device)
         self.weights = 0
+        """Bytes of the weights."""
         self.step = 0
-        """Peak of the largest step beyond the weights."""
+        """Peak of the largest step, without the weights, in bytes."""
         self.libraries = min(self.start.outside, _CONTEXT)
-        """CUDA's context and what libraries allocate themselves."""
+        """Bytes of CUDA's context and of what libraries allocate themselves."""
         self.graphs = 0
+        """Bytes of CUDA graphs."""
 
     @property
     def budget(self) -> int:
+        """Bytes that this process may take."""
         return int(self.start.total * self.utilization)
 
     @property
@@ -99,7 +103,7 @@ class DeviceMemory:
         return self.budget - self.weights - self.step - self.libraries - self.graphs
 
     def loaded(self) -> None:
-        """Measure the weights, and return what only loading needed to the device."""
+        """Measure the weights, after freeing memory that only loading needed."""
         torch.cuda.empty_cache()
         self.weights = torch.cuda.memory_allocated(self.device) - self.start.allocated
 
@@ -118,8 +122,8 @@ class DeviceMemory:
         """Measure what CUDA graphs will take.
 
         Args:
-            capture: captures the graphs that need most memory, whose pool the smaller ones share; returns the number of
-                captured graphs, and of all that will be captured: each takes memory of the driver.
+            capture: captures the graphs with the most rows, whose pool the other graphs share; returns the number of
+                captured graphs, and of all that will be captured. Each graph also takes memory of the driver.
         """
         torch.cuda.empty_cache()
         before = Snapshot.of(self.device)
@@ -205,7 +209,7 @@ class DeviceMemory:
         return max(0.0, min(1.0, (self.start.available + context) / self.start.total - 0.005))
 
     def _refusal(self, name: str, missing: str, advice: Seq[str]) -> DoesNotFit:
-        """Return the error of a model that does not fit; `missing`: what has no room, and where."""
+        """Return the error of a model that does not fit; `missing`: what does not fit, and where."""
         parts = [f"{_gib(self.weights)} weights"]
         for size, part in (
             (self.step, "largest step"),
@@ -222,7 +226,7 @@ class DeviceMemory:
 
     @contextmanager
     def guard(self, name: str, missing: str, advice: Seq[str]) -> Iterator[None]:
-        """Turn the allocator's error inside the block into one line that says what would help.
+        """Turn an out-of-memory error inside the block into a `DoesNotFit` whose message says what would help.
 
         The GPU is full then, whatever share of it this worker may take.
 
@@ -232,7 +236,7 @@ class DeviceMemory:
             advice: options that would help.
 
         Raises:
-            DoesNotFit: the memory ended.
+            DoesNotFit: the device is full.
         """
         try:
             yield

@@ -38,7 +38,7 @@ def host_pieces(slots: int, block_bytes: int, file: str | None, device: torch.de
 
 
 def piece_sizes(slots: int, block_bytes: int) -> list[int]:
-    """Return the sizes in bytes, powers of two, of the pieces that hold `slots` blocks, none of which is cut.
+    """Return the sizes in bytes, powers of two, of pieces that together hold `slots` whole blocks.
 
     Each piece wastes less than a block.
     """

@@ -28,12 +28,12 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """Size of the KV pool, as a number of blocks or of bytes, of the host tier, and what a GPU's worker may use."""
+    """Sizes of KV pool and host tier, the attention backend, and the options for GPUs."""
 
     num_blocks: int | None = None
     """Blocks in the pool; None: see `memory_bytes`."""
     memory_bytes: int | None = None
-    """Bytes that the pool may take; None: a default, see `engine.start.memory` and `engine.start.device_memory`."""
+    """Bytes of the pool, at most; None: a default, see `engine.start.memory` and `engine.start.device_memory`."""
     swap_bytes: int | None = 0
     """Bytes of the host tier; None: a default for this machine, see `engine.start.memory`."""
     swap_file: str | None = None
@@ -48,7 +48,7 @@ class CacheOptions:
 
     @property
     def sized(self) -> bool:
-        """Whether the size of the pool is given."""
+        """Whether the operator gave the size of the pool."""
         return self.option is not None
 
     @property
@@ -73,11 +73,11 @@ def with_sizes(
     """Return `config` with the numbers of blocks of the KV pool and the host tier.
 
     Args:
-        config: with the block size and `max_model_len` of the model.
+        config: its block size and `max_model_len` are final.
         cache: the operator's choices.
         backend: knows the bytes of a block.
         available: bytes of memory that this process may still take; None: unknown.
-        on_device: returns the bytes for the pool of a GPU, if the operator gave none.
+        on_device: returns the bytes for the pool of a GPU; called if the operator gave no size.
 
     Raises:
         ValueError: the memory does not hold one block.
@@ -122,10 +122,10 @@ def measured_bytes(
     backend: AttentionBackend,
     make: MakeRunner,
 ) -> int:
-    """Run the largest step over a pool of one block, and return the bytes that a GPU has left for the KV pool.
+    """Run the largest step over a pool of one block, and return the bytes that are left for the KV pool on a GPU.
 
     Raises:
-        engine.start.device_memory.DoesNotFit: the step or one block finds no room; the message says what would help.
+        engine.start.device_memory.DoesNotFit: the step or one block does not fit; the message says what would help.
     """
     lighter = lighter_weights(options, memory.device, fused=loaded.decoder is not None)
     smaller = smaller_steps(options, config)
@@ -142,7 +142,7 @@ def measured_bytes(
         if cache.cuda_graphs and isinstance(runner, DeviceRunner):
             memory.measure_graphs(partial(capture_largest, runner))
         del runner
-        gc.collect()  # its parts refer to each other, and the collector may be off while a worker loads
+        gc.collect()  # the runner holds reference cycles, and the collector may be off while a worker loads
         torch.cuda.empty_cache()
     log.info("memory_measured", **memory.fields())
     block = f"a KV block of {config.block_size} tokens ({backend.block_bytes / (1 << 20):.1f} MiB)"

@@ -1,4 +1,4 @@
-"""Gets the runner of a GPU ready: every kernel is compiled, graphs are captured and checked, overlap is checked."""
+"""Prepares the runner of a GPU: compiles every kernel, captures and checks graphs, checks overlap."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def prepare(
     *,
     graphs: bool,
 ) -> bool:
-    """Run steps without requests, capture graphs, and compare them and overlapped steps with what they replace.
+    """Warm up, capture graphs and compare them with single launches, and compare overlapped steps with sequential ones.
 
     Args:
         runner: over the pool that will be used; no sequence uses it yet.
-        config: the engine's.
-        loaded: the model; its `serving` gets what is found.
-        checks: notes what falls back.
+        config: limits of the engine.
+        loaded: the model; the number of graphs is written to its `serving`.
+        checks: records the parts that are replaced.
         make: returns an engine over the runner, with overlap or without.
         graphs: whether the operator wants CUDA graphs.
 
@@ -40,7 +40,7 @@ def prepare(
         Whether steps may overlap: `config.overlap`, unless the check failed.
 
     Raises:
-        engine.models.loading.LoadError: the operator wants batch invariance, and the products don't show it.
+        engine.models.loading.LoadError: `--batch-invariant` is set, and the bits of products depend on the batch.
         engine.checks.selfcheck.GpuFails: the device was lost.
     """
     token_bytes = loaded.tokenizer.token_bytes
@@ -65,9 +65,9 @@ def prepare(
 
 
 def _show_invariance(runner: DeviceRunner, loaded: LoadedModel) -> None:
-    """Set `LoadedModel.batch_invariant`: only where it was requested, and test runs of products and norms show it.
+    """Set `LoadedModel.batch_invariant`: True if it was requested, and test runs of products and norms show it.
 
-    The attention has shown it in its own check.
+    The check of the attention has shown it for the attention.
     """
     loaded.batch_invariant = False
     if not loaded.precision.batch_invariant:
@@ -81,7 +81,7 @@ def _show_invariance(runner: DeviceRunner, loaded: LoadedModel) -> None:
 
 
 def _capture(runner: DeviceRunner, config: EngineConfig, loaded: LoadedModel, checks: SelfCheck) -> None:
-    """Capture graphs; discard them if they compute anything else than single launches."""
+    """Capture graphs; discard them if their logits are not those of single launches."""
     can = runner.backend.captures
     runner.capture()
     graphs = runner.graphs
@@ -94,7 +94,7 @@ def _capture(runner: DeviceRunner, config: EngineConfig, loaded: LoadedModel, ch
 
 
 def capture_largest(runner: DeviceRunner) -> tuple[int, int]:
-    """Capture the graphs with most rows alone, to measure them.
+    """Capture only the graphs with the most rows, to measure their memory.
 
     Returns:
         The number of graphs that were captured, and the number of graphs that `DeviceRunner.capture` captures.

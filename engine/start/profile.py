@@ -1,4 +1,4 @@
-"""Steps without requests: the largest step, while which a GPU's memory is measured, and those that warm up."""
+"""Steps without requests: the largest step, whose memory on a GPU is measured, and steps that compile kernels."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _PARAMS = SamplingParams(
     ignore_eos=True,
     logprobs=20,
 )
-"""Every option that makes the sampler take memory. Prompt logprobs are left out: their rows would reserve gigabytes for
-an option that few requests have, and a step that runs out of memory is repeated with fewer tokens."""
+"""Every option for which the sampler takes memory, except prompt logprobs: their rows would reserve gigabytes for an
+option that few requests have, and a step that runs out of memory is repeated with fewer tokens."""
 
 
 def largest_step(config: EngineConfig, kv_tokens: int, token_bytes: TokenBytes) -> Plan:
     """Return a step of `max_num_batched_tokens` rows in which `max_num_seqs` sequences sample.
 
-    The first sequences are prefilled, the other ones decode. One sequence has its full length, so that a long context
-    is split; the others share the tokens that the KV pool can hold at most. All blocks are block 0.
+    The first sequences are prefilled, the other ones decode. One sequence has the maximum length, so that a long
+    context is split; the others share the remaining tokens that the KV pool can hold. All blocks are block 0.
 
     Args:
-        config: with the block size and `max_model_len` of the model.
-        kv_tokens: upper limit of the tokens in the KV pool.
-        token_bytes: bytes of an id.
+        config: its block size and `max_model_len` are final.
+        kv_tokens: maximum number of tokens in the KV pool.
+        token_bytes: maps an id to its bytes.
     """
     rows = config.max_num_batched_tokens
     count = min(config.max_num_seqs, rows)
@@ -53,7 +53,7 @@ def largest_step(config: EngineConfig, kv_tokens: int, token_bytes: TokenBytes) 
 
 
 def run(runner: Runner, plan: Plan) -> None:
-    """Run a plan, and discard what the runner knows of its sequences."""
+    """Run a plan, and discard the runner's state of its sequences."""
     try:
         runner.launch(plan).result()
     finally:

@@ -7,25 +7,25 @@ from dataclasses import dataclass, field
 from kernels.triton import NAMES
 
 PARTS = (*NAMES, "graphs", "overlap")
-"""What may fall back on a GPU: groups of kernels, CUDA graphs, overlapped steps."""
+"""Parts that may be replaced on a GPU: groups of kernels, CUDA graphs, overlapped steps."""
 
 
 @dataclass(slots=True)
 class Serving:
-    """Facts that `build_engine` finds out."""
+    """The backend, graphs, overlap and fallbacks that `build_engine` found; it fills the fields."""
 
     attention: str = ""
     """Name of the attention backend."""
     gpu: str = ""
     """Name of the GPU; empty on a CPU."""
     overlap: bool = False
-    """Whether a step is scheduled while the one before it runs."""
+    """Whether a step is scheduled while the device computes the step before it."""
     graphs: int = 0
-    """Number of CUDA graphs that were captured."""
+    """Number of CUDA graphs in use."""
     graphs_reason: str = ""
-    """Why there are none."""
+    """Why no graphs are in use; empty if some are."""
     fallbacks: dict[str, str] = field(default_factory=dict)
-    """One of `PARTS` → why it is not in use, although this GPU should have it."""
+    """One of `PARTS` → why it was replaced."""
 
     def facts(self) -> dict[str, str | int]:
         """Return the fields of `worker_ready` and of `worker:<name>`."""

@@ -33,18 +33,18 @@ class CacheSpec:
     num_heads: int = 0
     """Query heads of a layer; 0: unknown before the first queries."""
     batch_invariant: bool = False
-    """Whether a GPU's backend must compute a row with bits that its sequence alone decides, at a price."""
+    """Whether, on a GPU, the bits of a row must depend on its sequence alone, which takes more time."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceArrays:
-    """The lengths and block tables of a batch as int32 tensors on the device, where a CUDA graph finds them again.
+    """Lengths and block tables of a batch of S sequences: int32, at fixed addresses on the device, as graphs need.
 
-    S sequences. In a graph those after the real ones are padding: place -1 and context 0.
+    In a graph the sequences after the real ones are padding: place -1 and context 0.
     """
 
     tables: Tensor
-    """`[places, blocks]`: block ids of every sequence that has a place; entries behind its context may be anything."""
+    """`[places, blocks]`: block ids of every sequence that has a place; entries after its context may be anything."""
     places: Tensor
     """`[S]`: row of `tables` of each sequence."""
     contexts: Tensor
@@ -55,11 +55,11 @@ class DeviceArrays:
     """`[W, 2]`: sequence (-1: padding) and first token of each work item of a short piece, see
     `AttentionBackend.tile_tokens`."""
     long: Tensor
-    """`[W, 2]`: the same of longer pieces."""
+    """`[W, 2]`: sequence and first token of each work item of a longer piece."""
     longest_short: int
-    """At least the context of each short piece."""
+    """Upper limit of the contexts of the short pieces, in tokens."""
     longest_long: int
-    """At least the context of each longer piece."""
+    """Upper limit of the contexts of the longer pieces, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class AttentionBatch:
     block_tables: tuple[tuple[int, ...], ...]
     """S block tables, each with at least the blocks of `context_lens` tokens."""
     arrays: DeviceArrays | None = None
-    """The same on the device, if the runner keeps it there."""
+    """Lengths and block tables on the device, if the runner keeps them there."""
 
     @property
     def num_sequences(self) -> int:
@@ -97,7 +97,7 @@ Ints = tuple[int, ...]
 
 
 class LazyBatch(AttentionBatch):
-    """A batch whose tuples are made when a backend first reads them; a backend that reads `arrays` needs none."""
+    """A batch whose tuples are built when a backend first reads them; a backend that reads `arrays` needs no tuples."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class LazyBatch(AttentionBatch):
 
         Args:
             lengths: returns `cu_seqlens` and `context_lens`; called at most once, during the step.
-            tables: returns `block_tables`; the same.
+            tables: returns `block_tables`; called at most once, during the step.
         """
         vars(self).update(slots=slots, positions=positions, num_rows=num_rows, arrays=arrays)
         vars(self).update(_make_lengths=lengths, _make_tables=tables)
@@ -157,7 +157,7 @@ class AttentionBackend(ABC):
     batch_invariant: ClassVar[bool] = False
     """Whether, on a CPU, the bits of a row never depend on the other rows, on chunks or on `block_size`."""
     batch_invariant_on_gpu: ClassVar[bool] = False
-    """Whether the same holds on a GPU for a spec that asks for it (`CacheSpec.batch_invariant`)."""
+    """Whether the same holds on a GPU if `CacheSpec.batch_invariant` is set."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -187,7 +187,7 @@ class AttentionBackend(ABC):
 
     @property
     def captures(self) -> bool:
-        """Whether a CUDA graph can hold the backend's launches: all that differs between steps is in `DeviceArrays`."""
+        """Whether CUDA graphs can record the launches: all that changes between steps is in `DeviceArrays`."""
         return False
 
     def reserve(self, max_sequences: int, max_context: int) -> None:  # noqa: B027 - most backends need nothing
@@ -199,7 +199,7 @@ class AttentionBackend(ABC):
         """
 
     def bound(self, rows: int, longest: int, max_context: int) -> int:
-        """Return up to which context the launches for `rows` decodes are those for a longest context of `longest`."""
+        """Return the longest context for which `rows` decodes have the same launches as for `longest` tokens."""
         return max_context
 
     @property

@@ -31,7 +31,7 @@ _PARTIAL_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Work items that are computed in one launch."""
+    """The work items of one launch."""
 
     tile: Tile
     work: Tensor
@@ -42,7 +42,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A batch on the device."""
+    """The arguments of all launches for a batch, on the device."""
 
     lengths: Lengths
     parts: tuple[_Part, ...]
@@ -101,7 +101,7 @@ class TritonBackend(PlainBackend):
     def write(self, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
         if batch.arrays is None or not enabled("write"):
             super().write(layer, k, v, batch)
-        else:  # rows of padding have to be skipped on the device
+        else:  # only the kernel skips rows of padding on the device
             cache = self._kv[:, layer]
             self._write.write_rotated(torch.cat([k, v], 1), cache[:, 0], cache[:, 1], batch.slots)
 
@@ -170,8 +170,11 @@ class TritonBackend(PlainBackend):
     def _tiles(self, heads: int) -> tuple[Tile, Tile]:
         """Return the tile of short pieces and that of longer pieces."""
         group = heads // self.spec.num_kv_heads
-        short, long = self._attention.tiles(self.spec.dtype, self.spec.head_dim, group, capability=self._capability)
-        return (short, short) if self.spec.batch_invariant else (short, long)
+        spec = self.spec
+        found: tuple[Tile, Tile] = self._attention.tiles(
+            spec.dtype, spec.head_dim, group, invariant=spec.batch_invariant, capability=self._capability
+        )
+        return found
 
     def _enter(self, batch: AttentionBatch, heads: int) -> _Call:
         """Return the arguments of a batch, which all of its layers share."""

@@ -12,14 +12,25 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-NAMES = ("attention", "write", "norm", "gate", "sampler", "moe", "matmul", "quantize")
+_MODULES = {
+    "attention": "attention",
+    "write": "write",
+    "norm": "ops",
+    "gate": "ops",
+    "sampler": "sampler",
+    "moe": "moe",
+    "matmul": "matmul",
+    "quantize": "quantize",
+}
+"""Group of kernels → its module in this package."""
+NAMES = tuple(_MODULES)
 """Groups of kernels that are enabled and disabled together."""
 
 _disabled: dict[str, str] = {}
 
 
 def enabled(name: str) -> bool:
-    """Return whether a group of kernels may be used: Triton is installed, and the group was not disabled."""
+    """Return whether a group of kernels may be used: Triton is installed, and the group is not disabled."""
     return name not in _disabled and _installed()
 
 
@@ -35,13 +46,15 @@ def disable(name: str, reason: str) -> None:
 
 
 def load(group: str) -> Any | None:
-    """Return the module `kernels.triton.<group>` if the group is enabled; if it does not load, disable the group."""
+    """Return the module of a group of kernels if the group is enabled; if it does not load, disable its groups."""
     if not enabled(group):
         return None
+    module = _MODULES[group]
     try:
-        return importlib.import_module(f"{__name__}.{group}")
+        return importlib.import_module(f"{__name__}.{module}")
     except (ImportError, OSError) as error:
-        disable(group, f"{__name__}.{group} does not load: {error}")
+        for name in (name for name in NAMES if _MODULES[name] == module):
+            disable(name, f"{__name__}.{module} does not load: {error}")
         return None
 
 
@@ -51,7 +64,7 @@ def disabled() -> Mapping[str, str]:
 
 
 def enable_all() -> None:
-    """Forget which groups were disabled."""
+    """Enable all groups again; for tests."""
     _disabled.clear()
 
 

@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.quantize import FP8
 from kernels.triton.launch import launch
-
-_FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +30,12 @@ class Tile:
     stages: int
 
 
-INNER = {torch.float32: 32, torch.float16: 64, torch.bfloat16: 64, torch.int8: 128, _FP8: 128}
+INNER = {torch.float32: 32, torch.float16: 64, torch.bfloat16: 64, torch.int8: 128, FP8: 128}
 """Dtype of the factors → inputs that are multiplied at a time; the same in all tiles."""
 
 
 class Choice:
-    """Which tiles are in use, for the whole process."""
+    """Settings of the choice of tiles, for the whole process."""
 
     varies = True
     """Whether a product with few rows may have another tile than a product with many rows."""
@@ -159,7 +158,7 @@ def constants(tile: Tile, dtype: torch.dtype, inner: int) -> dict[str, object]:
         "INNER": tile.inner,
         "EVEN": inner % tile.inner == 0,
         "INTEGERS": dtype == torch.int8,
-        "EXACT": tile.inner if dtype == _FP8 else None,
+        "EXACT": tile.inner if dtype == FP8 else None,
     }
 
 

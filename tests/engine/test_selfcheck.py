@@ -147,7 +147,7 @@ def test_a_wrong_fallback_ends_the_start_with_the_reason(
         return 2 * attend(self, *args, **options)
 
     monkeypatch.setattr(ReferenceBackend, "attend", twice)
-    with pretend_gpu(), pytest.raises(GpuFails, match=r"no attention backend computes.*triton: .*reference: "):
+    with pretend_gpu(), pytest.raises(GpuFails, match=r"no attention backend passes its check.*triton: .*reference: "):
         build(path)
 
 
