@@ -202,7 +202,8 @@ def machine(setup: Setup) -> AbstractContextManager[Any]:
         return nullcontext()
     from tests.pretend_gpu import pretend_gpu
 
-    return pretend_gpu()
+    pretended: AbstractContextManager[Any] = pretend_gpu()
+    return pretended
 
 
 def _end(process: Any) -> None:

@@ -51,9 +51,11 @@ def _asynchronous(source: Tensor, out: Tensor, args: Any, kwargs: Any) -> bool:
 def count_waits(setup: Setup) -> Iterator[Counter[str]]:
     """Count the waits within the block, by kind: `event` is the one that each step may have."""
     found: Counter[str] = Counter()
-    event = torch.cuda.Event
+    event: Any = torch.cuda.Event
     if setup.reduced:
-        from tests.pretended.streams import Event as event  # type: ignore[assignment]
+        from tests.pretended import streams
+
+        event = streams.Event
     wait = event.synchronize
 
     def counted(self: Any) -> Any:
