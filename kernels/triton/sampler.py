@@ -1,9 +1,7 @@
 """The sampler in Triton: one launch for the ids of a batch, one program for each row, and one for log-probabilities.
 
-`kernels.sampling` describes the functions; `kernels.sampling_reference` computes the same in torch. A weight is an
-integer of 45 bits, so every sum is exact, and no id depends on how a row is cut into blocks. The lowest logit that
-top_k or top_p keeps is found in passes over the row: each counts, or weighs, what lies above eight pivots, which are
-values of a sample of the row, until so few values remain that registers hold them, where bisection ends the search.
+`kernels.sampling` describes the functions; `kernels.sampling_reference` computes the same in torch. What a program does
+with the values of its row is in `kernels.triton.row`.
 
 Estimate for an H100, 128 rows of 128k ids in bf16, from the bytes and instructions of one row on one multiprocessor,
 not measured: a pass that only reads takes 10 to 15 µs, one with weights 15 to 20 µs, one with pivots 45 µs. So greedy
@@ -22,6 +20,7 @@ from torch import Tensor
 
 from kernels import sampling_reference as reference
 from kernels.triton.launch import launch
+from kernels.triton.row import INF, LOWEST, STAGES, count_above, ordered, scaled_values, scan, select, unordered, weight
 
 if TYPE_CHECKING:
     from kernels.sampling_reference import Choices
@@ -36,218 +35,13 @@ SAMPLE = 512
 """Values of a row from which pivots are taken."""
 SPARSE: tl.constexpr = tl.constexpr(128)
 """Biases or bans of one iteration."""
-STAGES: tl.constexpr = tl.constexpr(4)
-"""Iterations of a pass whose values are loaded at the same time."""
 WARPS, REGISTERS = 8, 255
 """Warps of a program, and the limit of registers of a thread: for sm_80 ptxas would rather spill than take over 128."""
 
-_LOWEST: tl.constexpr = tl.constexpr(reference.LOWEST)
 _LARGEST: tl.constexpr = tl.constexpr(reference.LARGEST)
 _DRAWN: tl.constexpr = tl.constexpr(reference.DRAWN)
 _SPARES: tl.constexpr = tl.constexpr(reference.SPARES)
-_BITS: tl.constexpr = tl.constexpr(reference.SCALE.bit_length() - 1)
 _UNIT: tl.constexpr = tl.constexpr(1.0 / reference.SCALE)
-_INF: tl.constexpr = tl.constexpr(float("inf"))
-_MOST: tl.constexpr = tl.constexpr(2**31 - 1)
-
-
-# ── values of a row ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@triton.jit
-def _ordered(x):
-    """Return integers in the order of fp32 values; -0.0 must not occur."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _unordered(key):
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _scaled(values, cols, num_ids, width, best, temperature, offset):
-    """Load values and return `(value - best) / temperature - offset`, at most 0; -inf for columns beyond the ids.
-
-    `width` is the number of columns that may be loaded: a multiple of 16 where the memory allows, so that loads are
-    wide, which `num_ids` often is not.
-    """
-    x = tl.load(values + cols, mask=cols < width, other=0.0).to(tl.float32)
-    x = tl.div_rn(x - best, temperature) - offset
-    x = tl.where(x == 0.0, 0.0, x)  # one zero, not two
-    return tl.where(cols < num_ids, x, -_INF)
-
-
-@triton.jit
-def _weight(x):
-    """Return `exp(x)` in units of 2^-44, for x of at most 0. The polynomial is that of Cephes's `expf` (1 ulp)."""
-    x = tl.maximum(x, -40.0)
-    n = tl.floor(tl.fma(x, 1.4426950408889634, 0.5))
-    r = tl.fma(n, 2.12194440e-4, tl.fma(n, -0.693359375, x))
-    p = tl.fma(r, 1.9875691500e-4, 1.3981999507e-3)
-    p = tl.fma(p, r, 8.3334519073e-3)
-    p = tl.fma(p, r, 4.1665795894e-2)
-    p = tl.fma(p, r, 1.6666665459e-1)
-    p = tl.fma(p, r, 5.0000001201e-1)
-    p = tl.fma(p, r * r, r) + 1.0
-    bits = p.to(tl.int32, bitcast=True) + (n.to(tl.int32) << 23)
-    mantissa = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64) << (_BITS - 23)
-    return mantissa >> tl.minimum(127 - (bits >> 23), 63).to(tl.int64)
-
-
-@triton.jit
-def _amount(x, mass):
-    """Return what a value adds to a sum: its weight, or 1."""
-    return tl.where(mass, _weight(x), 1)
-
-
-@triton.jit
-def _scan(values, num_ids, width, BLOCK: tl.constexpr):
-    """Return the highest value, its first index, whether any value is not finite, and whether any is NaN or +inf."""
-    best = tl.full([BLOCK], -_INF, tl.float32)
-    at = tl.zeros([BLOCK], tl.int32)
-    bad = tl.zeros([BLOCK], tl.int32)
-    for start in tl.range(0, num_ids, BLOCK, num_stages=STAGES):
-        cols = start + tl.arange(0, BLOCK)
-        x = tl.load(values + cols, mask=cols < width, other=0.0).to(tl.float32)
-        x = tl.where(cols < num_ids, x, 0.0)
-        bad |= tl.where(tl.abs(x) < _INF, 0, 1) | tl.where(x < _INF, 0, 2)
-        x = tl.where(cols < num_ids, x, -_INF)
-        at = tl.where(x > best, cols, at)
-        best = tl.where(x > best, x, best)
-    highest = tl.max(best, 0)
-    first = tl.min(tl.where(best == highest, at, _MOST), 0)
-    return highest, first, tl.max(bad & 1, 0) > 0, tl.max(bad & 2, 0) > 0
-
-
-# ── the threshold of top_k and top_p ──────────────────────────────────────────────────────────────────────────────────
-
-
-@triton.jit
-def _pivots(values, best, temperature, offset, num_ids, width, low, high, spread, SAMPLE: tl.constexpr):
-    """Return eight keys from `low` to below `high`, int32 [8].
-
-    They are values of a sample of the row, of the ranks 1/64 to 55/64 among those between `low` and `high`; if these
-    are few, or `spread` is set, keys at equal distances.
-    """
-    j = tl.arange(0, 8)
-    at = (tl.arange(0, SAMPLE).to(tl.int64) * num_ids // SAMPLE).to(tl.int32)
-    keys = _ordered(_scaled(values, at, num_ids, width, best, temperature, offset))
-    held = ((keys >= low) & (keys < high)).to(tl.int32)
-    size = tl.sum(held, 0)
-    rank = size * tl.where(j < 2, 3 * j + 1, 9 * j - 8) // 64 + 1
-    lows = tl.zeros([8], tl.int32) + low
-    highs = tl.zeros([8], tl.int32) + high
-    for _ in range(31):
-        middle = lows + ((highs - lows) >> 1)
-        count = tl.sum(tl.where(keys[:, None] >= middle[None, :], held[:, None], 0), 0)
-        lows = tl.where(count >= rank, middle, lows)
-        highs = tl.where(count >= rank, highs, middle)
-    step = tl.maximum((high - low) // 9, 1)
-    even = tl.minimum(low + step * (j + 1), high - 1)
-    return tl.where((size < 64) | spread, even, lows)
-
-
-@triton.jit
-def _reached(values, best, temperature, offset, num_ids, width, pivots, mass, BLOCK: tl.constexpr):
-    """Return, for each of eight keys, the sum of the amounts of all values from it on; int64 [8]."""
-    sums = tl.zeros([8, BLOCK], tl.int64)
-    for start in tl.range(0, num_ids, BLOCK, num_stages=STAGES):
-        cols = start + tl.arange(0, BLOCK)[None, :]
-        x = _scaled(values, cols, num_ids, width, best, temperature, offset)
-        sums += tl.where(_ordered(x) >= pivots[:, None], _amount(x, mass), 0)
-    return tl.sum(sums, 1)
-
-
-@triton.jit
-def _gather(
-    values, best, temperature, offset, num_ids, width, low, high, listed, mass, BLOCK: tl.constexpr, LIST: tl.constexpr
-):
-    """Write the first values from `low` to below `high` to `listed`.
-
-    Returns:
-        Their number, the lowest and highest of their keys, and the sum of the amounts of all values from `high` on.
-    """
-    count = low * 0
-    least = tl.full([BLOCK], _MOST, tl.int32)
-    most = tl.full([BLOCK], -_MOST, tl.int32)
-    above = tl.zeros([BLOCK], tl.int64)
-    for start in tl.range(0, num_ids, BLOCK, num_stages=STAGES):
-        cols = start + tl.arange(0, BLOCK)
-        x = _scaled(values, cols, num_ids, width, best, temperature, offset)
-        keys = _ordered(x)
-        above += tl.where(keys >= high, _amount(x, mass), 0)
-        held = (cols < num_ids) & (keys >= low) & (keys < high)
-        least = tl.minimum(least, tl.where(held, keys, _MOST))
-        most = tl.maximum(most, tl.where(held, keys, -_MOST))
-        found = tl.sum(held.to(tl.int32), 0)
-        if (found > 0) & (count < LIST):
-            at = count + tl.cumsum(held.to(tl.int32), 0) - 1
-            tl.store(listed + at, x, mask=held & (at < LIST))
-        count += found
-    tl.debug_barrier()
-    return count, tl.min(least, 0), tl.max(most, 0), tl.sum(above, 0)
-
-
-@triton.jit
-def _select(
-    values, best, temperature, offset, num_ids, width, wanted, low, count, listed, mass,
-    BLOCK: tl.constexpr, LIST: tl.constexpr, SAMPLE: tl.constexpr,
-):  # fmt: skip
-    """Return the highest key such that the amounts of all values from it on reach `wanted`.
-
-    Args:
-        values, best, temperature, offset, num_ids, width: the row, see `_scaled`.
-        wanted: at least 1; int64.
-        low: a key for which the amounts reach `wanted`.
-        count: about how many values lie from `low` on.
-        listed: fp32 [LIST]; overwritten.
-        mass: whether the amounts are weights, see `_amount`.
-    """
-    high = low * 0 + 1  # no value is above 0, whose key is 0
-    above = wanted * 0
-    rounds = low * 0
-    more = rounds == 0
-    while more:
-        if count > LIST:
-            spread = (rounds & 1) == 1  # each second round shortens the interval of keys at least 8 times
-            pivots = _pivots(values, best, temperature, offset, num_ids, width, low, high, spread, SAMPLE)
-            sums = _reached(values, best, temperature, offset, num_ids, width, pivots, mass, BLOCK)
-            low = tl.maximum(low, tl.max(tl.where(sums >= wanted, pivots, _LOWEST), 0))
-            high = tl.minimum(high, tl.min(tl.where(sums >= wanted, 1, pivots), 0))
-        count, least, most, above = _gather(
-            values, best, temperature, offset, num_ids, width, low, high, listed, mass, BLOCK, LIST
-        )
-        if count > 0:
-            low, high = least, most + 1
-        rounds += 1
-        more = (count > LIST) & (high - low > 1)
-    if high - low > 1:
-        lanes = tl.arange(0, LIST)
-        x = tl.load(listed + lanes, mask=lanes < count, other=-_INF)
-        keys = _ordered(x)
-        amounts = tl.where(lanes < count, _amount(x, mass), 0)
-        while high - low > 1:
-            middle = low + ((high - low) >> 1)
-            enough = above + tl.sum(tl.where(keys >= middle, amounts, 0), 0) >= wanted
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle)
-    return low
-
-
-@triton.jit
-def _above(values, best, temperature, offset, num_ids, width, key, BLOCK: tl.constexpr):
-    """Return the number of values above a key, int32, and the sum of their weights."""
-    count = tl.zeros([BLOCK], tl.int32)
-    total = tl.zeros([BLOCK], tl.int64)
-    for start in tl.range(0, num_ids, BLOCK, num_stages=STAGES):
-        cols = start + tl.arange(0, BLOCK)
-        x = _scaled(values, cols, num_ids, width, best, temperature, offset)
-        held = (cols < num_ids) & (_ordered(x) > key)
-        count += held.to(tl.int32)
-        total += tl.where(held, _weight(x), 0)
-    return tl.sum(count, 0), tl.sum(total, 0)
 
 
 # ── bias, penalties, grammar, bans ────────────────────────────────────────────────────────────────────────────────────
@@ -266,7 +60,7 @@ def _penalised(x, held, repetition, frequency, presence):
 def _allowed(x, bits, cols, ruled):
     """Return the logits with those that a grammar forbids at -inf, in the first `ruled` columns."""
     allowed = (tl.load(bits + (cols >> 5), mask=cols < ruled, other=-1) >> (cols & 31)) & 1
-    return tl.where(allowed > 0, x, -_INF)
+    return tl.where(allowed > 0, x, -INF)
 
 
 @triton.jit
@@ -308,14 +102,14 @@ def _ban(values, before, start, end, ban_ids, ban_after, pending, spares, num_id
     tl.debug_barrier()
     for at in range(start, end, SPARSE):
         entries, cols, banned = _bans(at, end, ban_ids, ban_after, pending)
-        tl.store(values + cols, tl.full([SPARSE], -_INF, tl.float32), mask=banned)
+        tl.store(values + cols, tl.full([SPARSE], -INF, tl.float32), mask=banned)
     tl.debug_barrier()
-    best, first = -_INF + 0.0 * start, start * 0
+    best, first = -INF + 0.0 * start, start * 0
     scans = start * 0
     while scans < 2:
-        best, first, _bad, _worse = _scan(values, num_ids, width, 2 * BLOCK)
+        best, first, _bad, _worse = scan(values, num_ids, width, 2 * BLOCK)
         scans += 1
-        if spares & (best == -_INF) & (end > start) & (scans == 1):
+        if spares & (best == -INF) & (end > start) & (scans == 1):
             for at in range(start, end, SPARSE):
                 entries, cols, banned = _bans(at, end, ban_ids, ban_after, pending)
                 tl.store(values + cols, tl.load(before + entries, mask=banned, other=0.0), mask=banned)
@@ -342,7 +136,7 @@ def _bans(at, end, ban_ids, ban_after, pending):
 def _greedy(logits, out, stride, num_ids, width, BLOCK: tl.constexpr):
     """Program (row)."""
     row = tl.program_id(0)
-    _best, at, bad, _worse = _scan(logits + row.to(tl.int64) * stride, num_ids, width, BLOCK)
+    _best, at, bad, _worse = scan(logits + row.to(tl.int64) * stride, num_ids, width, BLOCK)
     tl.store(out + row, tl.where(bad, -1, at))
 
 
@@ -363,7 +157,7 @@ def _sample(
     wide = row.to(tl.int64)
     source = logits + wide * stride
     flag = tl.load(flags + row)
-    best, at, bad, _worse = _scan(source, num_ids, width, 2 * BLOCK)
+    best, at, bad, _worse = scan(source, num_ids, width, 2 * BLOCK)
     if EDIT:
         values, columns = scratch + wide * row_width, row_width
         slot, mask, place = tl.load(slots + row), tl.load(masks + row), tl.load(places + row)
@@ -386,7 +180,7 @@ def _sample(
     chosen = at
     if (flag & _DRAWN) > 0:
         chosen = num_ids - 1 + row * 0  # a grammar that allows no id refuses any sampled one, and the request fails
-        if (not bad) & (best > -_INF):
+        if (not bad) & (best > -INF):
             chosen = _draw(
                 values, best, tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row),
                 tl.load(log_min_ps + row), tl.load(noise + row), num_ids, columns, listed + wide * LIST,
@@ -405,7 +199,7 @@ def _draw(
     BLOCK: tl.constexpr, LIST: tl.constexpr, SAMPLE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Return the id at which the sum of the weights of all ids up to it exceeds `noise` times the total."""
-    edge = top_k * 0 + _LOWEST
+    edge = top_k * 0 + LOWEST
     count = num_ids + top_k * 0
     for step in range(2):  # top_k, then top_p
         mass = step == 1
@@ -413,17 +207,17 @@ def _draw(
             wanted = top_k.to(tl.int64)
             if mass:
                 # The mass that top_p is a share of: that of exactly `top_k` ids, whatever is equal to the last of them.
-                floor = tl.where(top_k > 0, edge, _LOWEST - 1)
-                above, total = _above(values, best, temperature, 0.0, num_ids, width, floor, BLOCK)
-                total += (count - above).to(tl.int64) * _weight(_unordered(edge))
+                floor = tl.where(top_k > 0, edge, LOWEST - 1)
+                above, total = count_above(values, best, temperature, 0.0, num_ids, width, floor, BLOCK)
+                total += (count - above).to(tl.int64) * weight(unordered(edge))
                 wanted = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
                 wanted = tl.maximum(tl.minimum(wanted, total), 1)
-            edge = _select(
+            edge = select(
                 values, best, temperature, 0.0, num_ids, width, wanted, edge, count, listed, mass,
                 BLOCK, LIST, SAMPLE,
             )  # fmt: skip
             count = tl.where(mass, count, top_k)
-    threshold = tl.maximum(log_min_p, _unordered(edge))
+    threshold = tl.maximum(log_min_p, unordered(edge))
     index = tl.arange(0, BLOCKS)
     sums = tl.zeros([BLOCKS], tl.int64)
     for block in tl.range(0, tl.cdiv(num_ids, BLOCK), num_stages=STAGES):
@@ -441,8 +235,8 @@ def _draw(
 def _kept(values, best, temperature, threshold, num_ids, width, block, BLOCK: tl.constexpr):
     """Return the weights of a block of ids, 0 for those below the threshold."""
     cols = block * BLOCK + tl.arange(0, BLOCK)
-    x = _scaled(values, cols, num_ids, width, best, temperature, 0.0)
-    return tl.where((cols < num_ids) & (x >= threshold), _weight(x), 0)
+    x = scaled_values(values, cols, num_ids, width, best, temperature, 0.0)
+    return tl.where((cols < num_ids) & (x >= threshold), weight(x), 0)
 
 
 # ── log-probabilities ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -461,7 +255,7 @@ def _logprobs(
     if token < 0:
         token = tl.maximum(tl.load(ids + row), 0)
     values = logits + row.to(tl.int64) * stride
-    best, _at, _bad, bad = _scan(values, num_ids, width, 2 * BLOCK)
+    best, _at, _bad, bad = scan(values, num_ids, width, 2 * BLOCK)
     if bad:
         tl.store(chosen + one, float("nan"))
         for start in range(0, top, SPARSE):
@@ -469,13 +263,13 @@ def _logprobs(
             tl.store(best_ids + wide * top + lanes, tl.minimum(lanes, num_ids - 1), mask=lanes < top)
             tl.store(best_values + wide * top + lanes, tl.full([SPARSE], float("nan"), tl.float32), mask=lanes < top)
     else:
-        _count, total = _above(values, best, 1.0, 0.0, num_ids, width, _LOWEST - 1, BLOCK)
+        _count, total = count_above(values, best, 1.0, 0.0, num_ids, width, LOWEST - 1, BLOCK)
         offset = tl.log(total.to(tl.float64) * _UNIT).to(tl.float32)
         mine = tl.load(values + token).to(tl.float32)
         tl.store(chosen + one, mine - best - offset)
         if top > 0:
-            low = row * 0 + _LOWEST
-            edge = _select(
+            low = row * 0 + LOWEST
+            edge = select(
                 values, best, 1.0, offset, num_ids, width, top + wide * 0, low, num_ids + low * 0,
                 listed + wide * LIST, False, BLOCK, LIST, SAMPLE,
             )  # fmt: skip
@@ -487,12 +281,12 @@ def _logprobs(
 @triton.jit
 def _emit(values, best, offset, num_ids, width, top, edge, best_ids, best_values, BLOCK: tl.constexpr):
     """Write the ids and values above a key, then the first of those equal to it, `top` in all."""
-    ties, _total = _above(values, best, 1.0, offset, num_ids, width, edge, BLOCK)
+    ties, _total = count_above(values, best, 1.0, offset, num_ids, width, edge, BLOCK)
     higher = ties * 0
     for start in tl.range(0, num_ids, BLOCK, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK)
-        x = _scaled(values, cols, num_ids, width, best, 1.0, offset)
-        keys = _ordered(x)
+        x = scaled_values(values, cols, num_ids, width, best, 1.0, offset)
+        keys = ordered(x)
         above = ((cols < num_ids) & (keys > edge)).to(tl.int32)
         equal = ((cols < num_ids) & (keys == edge)).to(tl.int32)
         if tl.sum(above + equal, 0) > 0:
