@@ -11,13 +11,15 @@ from torch import Tensor
 
 def send(values: np.ndarray, device: torch.device) -> Tensor:
     """Return an array as a tensor on the device; see `upload`. On a CPU they share memory: do not change it."""
-    made = torch.from_numpy(values)
-    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+    return _moved(torch.from_numpy(values), device)
 
 
 def upload(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return `values` as a tensor on the device, copied to a GPU from pinned memory, so that the host does not wait."""
-    made = torch.tensor(values, dtype=dtype)
+    return _moved(torch.tensor(values, dtype=dtype), device)
+
+
+def _moved(made: Tensor, device: torch.device) -> Tensor:
     return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
 
 

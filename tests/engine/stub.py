@@ -31,7 +31,7 @@ Entries = np.ndarray[tuple[int], np.dtype[np.uint64]]
 VOCAB = 61
 EOS = 0
 OVERLAP = False
-"""Whether engines overlap steps that `make_engine` is not told about; the fixture `overlap` sets it."""
+"""`EngineConfig.overlap` of an engine whose test gives `make_engine` none; the fixture `overlap` sets it."""
 _ODD = np.uint64(6_364_136_223_846_793_005)
 _IDS = np.arange(VOCAB, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 _POWERS = np.cumprod(np.full(1024, _ODD))

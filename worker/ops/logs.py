@@ -1,8 +1,8 @@
 """Logging of the worker process: structlog to stderr, as console lines or JSON lines, without prompts and outputs.
 
-Every line is an event of a fixed name with fields: `id` of the job, `code` of the wire protocol, `message`. Its level
-says who must act: info if no action is needed, or only one of the job's producer; warning if a worker was lost or Redis
-is away; error if the engine or a thread failed. docs/reference.md lists the events.
+Every line is an event of a fixed name with fields: `id` of the job, `code` of the wire protocol, `message`. Levels:
+info where the operator need not act; warning if a worker was lost, or Redis cannot be reached; error if the engine or a
+thread failed. docs/reference.md lists the events.
 """
 
 from __future__ import annotations
