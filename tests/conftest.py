@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -79,3 +80,13 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
     report = yield
     _forbid_skip(report)
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None]:
+    """Fail a test that leaves groups of Triton kernels disabled: later tests of the process would run other code."""
+    yield
+    triton = sys.modules.get("kernels.triton")
+    if triton is not None:
+        assert not triton.disabled(), "the test left kernels disabled"
+        assert triton._installed.__module__ == triton.__name__, "the test left `_installed` replaced"

@@ -112,7 +112,7 @@ def test_a_job_that_kills_its_worker_in_a_drain_is_found_by_the_next(own: Queue,
     poison = own.add({"prompt": "poison", "max_tokens": 40}, id="poison")
     options = {"FAKE_KILL": "poison", "FAKE_STEP": "0.1", "block_ms": "20", "drain_seconds": "600"}
     workers = [start(own, **options)]
-    eventually(lambda: own.client.hget(own.keys.job(poison), "state") == b"running", 20)
+    eventually(lambda: own.client.xlen(own.keys.out(poison)) > 1, 20)  # before the first token it would be handed back
     workers[0].popen.terminate()
 
     def over() -> bool:

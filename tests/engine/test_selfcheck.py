@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import structlog
@@ -166,9 +167,8 @@ def test_a_group_of_kernels_that_fails_is_disabled_and_torch_is_checked_in_its_p
         return right(x, weight, eps) * (1.02 if triton.enabled("norm") else 1)
 
     monkeypatch.setattr(operations.ops, "rms_norm", norm)
-    with pretend_gpu():
-        monkeypatch.setattr(triton, "_installed", lambda: True)
-        monkeypatch.setattr("kernels.ops._other", lambda *args, **kwargs: operations.ops.reference)
+    monkeypatch.setattr("kernels.ops._other", lambda *args, **kwargs: operations.ops.reference)
+    with pretend_gpu(), mock.patch("kernels.triton._installed", return_value=True):
         loaded, logs = build(path)
     assert fallbacks(logs)["norm"]["instead"] == "torch"
     assert "rms_norm of" in loaded.serving.fallbacks["norm"]
