@@ -26,7 +26,8 @@ IN_TOKENMILL: dict[str, set[str]] = {
     "protocol": set(),
     "queue": {"protocol"},
     "client": {"protocol"},
-    "batch": {"client", "protocol"},
+    "openai": {"client", "protocol"},
+    "batch": {"openai", "client", "protocol"},
     "cli": {"batch", "client", "queue", "protocol"},
 }
 """The same for the folders of `tokenmill`."""
