@@ -12,10 +12,11 @@ from pydantic.fields import FieldInfo
 
 from engine.models.generation import GenerationDefaults
 from tokenmill.cli.console import Exit as Ends
+from tokenmill.cli.settings import option, variable
 from tokenmill.protocol.body import Body
 from worker.ops.exits import Exit
 from worker.ops.telemetry import Telemetry
-from worker.settings import Settings, option, variable
+from worker.settings import Settings
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(p for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")])

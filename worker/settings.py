@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from engine.config import (
     DEFAULTS,
@@ -23,9 +20,9 @@ from engine.config import (
     Quantize,
 )
 from kernels.attention import AUTO, backend_names
+from tokenmill.cli.settings import CommandSettings, Names, Size, variable
 from tokenmill.protocol.callback import AllowList
 from tokenmill.protocol.connection import DEFAULT_URL
-from tokenmill.protocol.environment import PREFIX
 from tokenmill.protocol.job import MAX_TTL_MS
 from tokenmill.protocol.keys import MAX_BODY_BYTES, NAME, RESULT_TTL_S, STREAM_TTL_S, Keys
 from tokenmill.protocol.meta import PUBLISHED
@@ -36,91 +33,16 @@ _KEYS = Keys()
 _NAME = f"^{NAME.pattern}$"
 _LONGEST_TTL = MAX_TTL_MS // 1000
 """Seconds. Redis refuses a longer expiry, and with it the result."""
-_UNITS = {"": 1, "b": 1} | {
-    unit: factor**power
-    for power, prefix in enumerate("kmgt", start=1)
-    for unit, factor in ((f"{prefix}ib", 1024), (prefix, 1024), (f"{prefix}b", 1000))
-}
 
 
-def parse_size(value: object) -> object:
-    """Parse `2GiB`, `512MiB`, `1.5g`, `100MB` or a plain number into bytes; return other types as they are.
-
-    `k`, `m`, `g` and `t` alone are powers of 1024. pydantic's ByteSize takes them as powers of 1000, and ignores text
-    behind the unit.
-
-    Raises:
-        ValueError: not a size.
-    """
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
-    if match is None or match[2].lower() not in _UNITS:
-        raise ValueError(f"{value!r} is not a size such as 2GiB, 512MiB or 100MB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
-
-
-def _split(value: object) -> object:
-    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
-
-
-Size = Annotated[int, BeforeValidator(parse_size)]
-"""Bytes; written with a unit on the command line and in the environment."""
 if TYPE_CHECKING:  # a type checker does not know what the registry holds
     Attention = str
 else:
     Attention = Literal[(AUTO, *backend_names())]
-Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
-"""A comma-separated list on the command line and in the environment."""
 
 
-def variable(field: str) -> str:
-    """Return the environment variable of a field."""
-    return PREFIX + field.upper()
-
-
-def option(field: str) -> str:
-    """Return the command-line option of a field."""
-    return "--" + field.replace("_", "-")
-
-
-class _Environment(PydanticBaseSettingsSource):
-    """Reads the variable of each field under its exact name.
-
-    pydantic-settings' own source reads `tokenmill_queue` too or, if it minds case and fields have aliases, `queue`.
-    """
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        value = os.environ.get(variable(field_name))
-        if value and field.annotation is bool:
-            value = value.strip()  # as the command line does; pydantic strips numbers
-        return value or None, field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        found = {name: self.get_field_value(field, name)[0] for name, field in self.settings_cls.model_fields.items()}
-        return {name: value for name, value in found.items() if value is not None}
-
-
-class Settings(BaseSettings):
-    """The settings of a worker; immutable. A field `some_name` is the option `--some-name` and the environment variable
-    `TOKENMILL_SOME_NAME`.
-
-    Fields that are not given are read from the environment; an empty variable counts as unset.
-    """
-
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read the given values, then the environment; no files."""
-        return init_settings, _Environment(settings_cls)
+class Settings(CommandSettings):
+    """The settings of a worker."""
 
     # What to serve
     model: str = Field(

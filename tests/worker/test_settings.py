@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 import worker.cli
 from kernels.attention import backend_names
-from worker.settings import Settings, option, parse_size, variable
+from tokenmill.cli.settings import option, parse_size, variable
+from worker.settings import Settings
 
 
 def settings(**given: object) -> Settings:

@@ -24,10 +24,11 @@ from tokenmill.cli import main as cli
 from tokenmill.cli import waiting
 from tokenmill.cli.console import Exit
 from tokenmill.cli.packages import NAMES
+from tokenmill.cli.settings import option
 from tokenmill.client.sync import Client
 from tokenmill.protocol.version import version
 from worker.demo.child import worker_process
-from worker.settings import Settings, option
+from worker.settings import Settings
 
 
 def command(queue: Queue, *arguments: str) -> list[str]:
