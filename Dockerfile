@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# Three images: `producer` (clients and rq, no torch), `worker-cuda`, and `worker` for the CPU, the default.
+# Three images: `producer` (clients, rq and the gateway, no torch), `worker-cuda`, and `worker` for the CPU, the default.
 #
 #     docker build --target worker -t tokenmill:cpu .
 #     docker build --target worker-cuda -t tokenmill:cuda .
@@ -32,7 +32,7 @@ RUN python -m pip wheel --no-deps --wheel-dir /wheels .
 RUN [ "$(uname -m)" != x86_64 ] || python -m zipfile -l /wheels/tokenmill-*.whl | grep -q kernels/_native
 
 FROM build AS producer-build
-RUN python requirements.py batch > requirements.txt
+RUN python requirements.py batch gateway > requirements.txt
 RUN --mount=type=cache,target=/root/.cache/pip python -m pip install -c constraints.txt -r requirements.txt
 COPY --from=wheel /wheels/ /wheels/
 RUN python -m pip install --no-deps /wheels/tokenmill-*.whl

