@@ -1,4 +1,4 @@
-"""Fixtures: the processes of a gateway, for a test alone or for the tests of a file, and the `openai` package's clients."""
+"""Fixtures: the processes of a gateway, for one test or for those of a file, and clients of the `openai` package."""
 
 from __future__ import annotations
 

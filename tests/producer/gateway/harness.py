@@ -1,4 +1,4 @@
-"""The processes behind the HTTP API: gateway, worker with a fake engine, clerk; each can be killed and started again."""
+"""The processes behind the HTTP API (gateway, worker with a fake engine, clerk), which tests kill and restart."""
 
 from __future__ import annotations
 
