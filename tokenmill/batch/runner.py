@@ -18,11 +18,11 @@ from tokenmill.batch.flight import Flight, Flights, Ready, reach
 from tokenmill.batch.index import Index, Line
 from tokenmill.batch.output import Outputs, check_paths
 from tokenmill.batch.report import BatchError, BatchNotFound, BatchReport, BatchStopped, OnProgress, Progress
-from tokenmill.batch.request import Unsupported, translate
 from tokenmill.batch.response import Asked, refusal_line, response_line
 from tokenmill.batch.source import Source
 from tokenmill.batch.validate import Validator
 from tokenmill.client.sync import Client
+from tokenmill.openai.request import Unsupported, translate
 from tokenmill.protocol.keys import LANES
 
 WINDOW = 512

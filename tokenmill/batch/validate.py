@@ -14,9 +14,10 @@ from typing import Any
 import orjson
 
 from tokenmill.batch.index import Index
+from tokenmill.batch.prefix import prefix_of
 from tokenmill.batch.report import SHOWN_FAULTS, BatchInvalid, BatchStopped, Fault
-from tokenmill.batch.request import URLS, prefix_of
 from tokenmill.batch.source import MAX_LINE_BYTES, Raw, Source
+from tokenmill.openai.request import URLS
 from tokenmill.protocol.errors import clean
 
 MAX_CUSTOM_ID = 512

@@ -20,11 +20,11 @@ from tokenmill.batch import output as output_module
 from tokenmill.batch.index import Index
 from tokenmill.batch.output import OutputFile, Outputs, check_paths
 from tokenmill.batch.report import BatchError
-from tokenmill.batch.request import COMPLETIONS
 from tokenmill.batch.response import LINE_START, Asked, refusal_line, response_line
 from tokenmill.batch.source import Source
 from tokenmill.batch.state import State
 from tokenmill.batch.validate import Validator
+from tokenmill.openai.request import COMPLETIONS
 from tokenmill.protocol.keys import Keys
 from tokenmill.protocol.result import Result, Status
 

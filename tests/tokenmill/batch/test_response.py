@@ -9,8 +9,8 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from tokenmill.batch.request import CHAT, COMPLETIONS
 from tokenmill.batch.response import Asked, refusal_line, response_line
+from tokenmill.openai.request import CHAT, COMPLETIONS
 from tokenmill.protocol.errors import ErrorCode, JobError
 from tokenmill.protocol.result import Choice, ErrorInfo, Result, Status, Usage
 

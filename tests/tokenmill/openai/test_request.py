@@ -7,7 +7,17 @@ from typing import Any
 import orjson
 import pytest
 
-from tokenmill.batch.request import _CHECKS, _NO_EFFECT, CHAT, COMPLETIONS, Unsupported, prefix_of, translate
+from tokenmill.openai.request import (
+    _CHECKS,
+    _NO_EFFECT,
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    Streaming,
+    Unsupported,
+    streaming,
+    translate,
+)
 from tokenmill.protocol.body import Body, parse_body
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -67,6 +77,13 @@ def test_keys_that_do_not_change_the_output_are_left_out(body: dict[str, Any]) -
         (COMPLETIONS, {"prompt": "x", "echo": True}, "echo"),
         (COMPLETIONS, {"prompt": "x", "suffix": "y"}, "suffix"),
         (COMPLETIONS, {"prompt": "x", "best_of": 3}, "best_of"),
+        (COMPLETIONS, {"prompt": [[1], [2]]}, "prompt"),
+        (COMPLETIONS, {"prompt": "x", "input": "x"}, "input"),
+        (CHAT, {"messages": MESSAGES, "input": "x"}, "input"),
+        (EMBEDDINGS, {}, "input"),
+        (EMBEDDINGS, {"input": ["a", "b"]}, "input"),
+        (EMBEDDINGS, {"input": "x", "prompt": "x"}, "prompt"),
+        (EMBEDDINGS, {"input": "x", "messages": MESSAGES}, "messages"),
     ],
 )
 def test_keys_that_are_not_supported_are_refused_by_name(url: str, body: dict[str, Any], param: str) -> None:
@@ -74,6 +91,71 @@ def test_keys_that_are_not_supported_are_refused_by_name(url: str, body: dict[st
         translate(url, body)
     assert refused.value.param == param
     assert str(refused.value).startswith(f"{param}: ")
+
+
+def test_a_refusal_is_an_error_answer_with_status_400() -> None:
+    with pytest.raises(Unsupported) as refused:
+        translate(COMPLETIONS, {"prompt": "x", "echo": True})
+    assert refused.value.status == 400
+    message = "echo: is not supported"
+    told = {"message": message, "type": "invalid_request_error", "param": "echo", "code": "invalid_request"}
+    assert refused.value.body() == {"error": told}
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, Streaming(False, False)),
+        ({"stream": None, "stream_options": None}, Streaming(False, False)),
+        ({"stream": False}, Streaming(False, False)),
+        ({"stream": True}, Streaming(True, False)),
+        ({"stream": True, "stream_options": {}}, Streaming(True, False)),
+        ({"stream": True, "stream_options": {"include_usage": None, "other": None}}, Streaming(True, False)),
+        ({"stream": True, "stream_options": {"include_usage": False}}, Streaming(True, False)),
+        (
+            {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
+            Streaming(True, True),
+        ),
+    ],
+)
+def test_the_stream_and_its_options_are_read_and_left_out_of_the_job(body: dict[str, Any], expected: Streaming) -> None:
+    assert streaming(body) == expected
+    assert translate(CHAT, {"messages": MESSAGES, **body}, stream=True) == {"messages": MESSAGES}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"stream": "true"}, "stream"),
+        ({"stream": 1}, "stream"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": True}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+    ],
+)
+def test_a_wrong_stream_option_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(Unsupported) as refused:
+        streaming(body)
+    assert refused.value.param == param
+
+
+def test_embeddings_have_no_stream() -> None:
+    with pytest.raises(Unsupported) as refused:
+        translate(EMBEDDINGS, {"input": "x", "stream": True}, stream=True)
+    assert refused.value.param == "stream"
+
+
+@pytest.mark.parametrize(("given", "expected"), [("x", "x"), (["x"], "x"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])])
+def test_an_embedding_has_one_input(given: Any, expected: Any) -> None:
+    body = {"model": "m", "input": given, "dimensions": 5, "encoding_format": "base64", "user": "u"}
+    assert translate(EMBEDDINGS, body) == {
+        "model": "m",
+        "input": expected,
+        "dimensions": 5,
+        "encoding_format": "base64",
+    }
 
 
 @pytest.mark.parametrize("key", ["reasoning_effort", "verbosity", "audio", "functions", "web_search_options", "typo"])
@@ -118,18 +200,3 @@ def test_the_input_is_left_as_it_was() -> None:
     before = orjson.dumps(body)
     translate(CHAT, body)
     assert orjson.dumps(body) == before
-
-
-def test_prefixes_are_equal_where_the_cache_could_share_something() -> None:
-    def chat(*messages: tuple[str, Any], **body: Any) -> int:
-        return prefix_of({"messages": [{"role": role, "content": content} for role, content in messages], **body})
-
-    system = ("system", "be brief")
-    assert chat(system, ("user", "a")) == chat(system, ("user", "b")) != 0
-    assert chat(system, ("user", "a")) != chat(("system", "be long"), ("user", "a"))
-    assert chat(system, ("user", "a"), tools=TOOLS) != chat(system, ("user", "a"))
-    assert chat(("user", "a"), tools=TOOLS) == chat(("user", "b"), tools=TOOLS) != 0
-    assert chat(("user", "x" * 256 + "a")) == chat(("user", "x" * 256 + "b")) == prefix_of({"prompt": "x" * 300}) != 0
-    assert prefix_of({"prompt": [*range(64), 1]}) == prefix_of({"prompt": [*range(64), 2]}) != 0
-    assert chat(("user", "short")) == prefix_of({"prompt": "short"}) == prefix_of({}) == 0
-    assert prefix_of({"messages": ["x"], "prompt": 7}) == prefix_of({"messages": "x"}) == 0
