@@ -1,0 +1,67 @@
+"""Build the gateway's ASGI application.
+
+app = build(GatewaySettings(queue="default"))
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.routing import BaseRoute
+
+from producer.gateway.errors import http_exception
+from producer.gateway.gateway import Gateway
+from producer.gateway.middleware import Bodies, Frame, Origins
+from producer.gateway.settings import GatewaySettings
+from tokenmill.client.aio import AsyncClient
+
+__all__ = ["Gateway", "build"]
+
+MODULES: Final = ("health", "models", "generate", "jobs", "files", "batches", "openapi")
+"""The modules whose `ROUTES` are served."""
+
+
+def build(settings: GatewaySettings, *, client: AsyncClient | None = None) -> Starlette:
+    """Build the application of a gateway; `app.state.gateway` holds its parts.
+
+    Args:
+        client: reaches the queue; by default made from the settings. It is closed at the end of the lifespan.
+    """
+    client = client or AsyncClient(settings.redis, settings.queue, prefix=settings.prefix)
+    gateway = Gateway(settings, client)
+    app = Starlette(
+        routes=_routes(),
+        lifespan=_lifespan,
+        exception_handlers={HTTPException: http_exception},
+        middleware=[
+            Middleware(Frame, gateway=gateway),
+            Middleware(Origins, gateway=gateway),
+            Middleware(Bodies, gateway=gateway),
+        ],
+    )
+    app.state.gateway = gateway
+    return app
+
+
+def _routes() -> list[BaseRoute]:
+    names = [f"producer.gateway.{name}" for name in MODULES]
+    found = [importlib.import_module(name) for name in names if importlib.util.find_spec(name) is not None]
+    return [route for module in found for route in module.ROUTES]
+
+
+@asynccontextmanager
+async def _lifespan(app: Starlette) -> AsyncIterator[None]:
+    """Watch Redis while the application runs; close its connections afterwards."""
+    gateway: Gateway = app.state.gateway
+    gateway.spawn(gateway.watch_redis(), "watch_redis")
+    try:
+        yield
+    finally:
+        await gateway.close()

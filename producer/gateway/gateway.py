@@ -1,0 +1,121 @@
+"""What the requests of one gateway share: settings, client, keys, rates, workers, files, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import structlog
+from redis.exceptions import RedisError
+
+from producer.gateway.metrics import Metrics
+from producer.gateway.settings import GatewaySettings
+from tokenmill.client.aio import AsyncClient
+from tokenmill.openai.errors import ApiError
+from tokenmill.protocol.connection import redact
+
+log = structlog.get_logger()
+
+PING_SECONDS: Final = 1.0
+"""Time between two pings of Redis, and the time in which each must be answered."""
+REDIS_SECONDS: Final = 1.5
+"""How long a request waits for Redis; a running stream waits longer."""
+RETRY_SECONDS: Final = 2.0
+"""`Retry-After` while Redis is away."""
+
+
+@dataclass
+class Gateway:
+    """The parts of a gateway. Handlers get it with `requests.gateway_of`."""
+
+    settings: GatewaySettings
+    client: AsyncClient
+    metrics: Metrics = field(default_factory=Metrics)
+    keys: Any = None
+    """The API keys; None: requests need no key."""
+    rates: Any = None
+    """Requests and tokens a minute of each key."""
+    workers: Any = None
+    """The live workers of the queue."""
+    storage: Any = None
+    """Files and batches; None without --files."""
+    drain: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the gateway shuts down: no new request is served."""
+    deadline: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set --drain-seconds after `drain`: running requests end now; their jobs go on."""
+    redis_up: bool = True
+    """Whether Redis answered the last ping."""
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def require_redis(self) -> None:
+        """Raise the error of a request that needs Redis, if Redis does not answer.
+
+        Raises:
+            ApiError: 503, with `Retry-After`.
+        """
+        if not self.redis_up:
+            raise redis_away()
+
+    @asynccontextmanager
+    async def redis_limit(self, seconds: float = REDIS_SECONDS) -> AsyncIterator[None]:
+        """End the commands of the block with status 503 if Redis is away or takes longer than `seconds`.
+
+        Raises:
+            ApiError: 503. A command that writes may have been carried out.
+        """
+        self.require_redis()
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError as error:
+            raise redis_away() from error
+
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Run a coroutine in the background until it ends or the gateway stops; log its error under `name`."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("background_task_failed", task=task.get_name(), exc_info=error)
+
+    async def watch_redis(self) -> None:
+        """Ping Redis each second, for ever, and keep `redis_up`."""
+        while True:
+            started = time.monotonic()
+            try:
+                async with asyncio.timeout(PING_SECONDS):
+                    await self.client.redis.ping()
+                self._note(up=True)
+            except (RedisError, OSError, TimeoutError) as error:
+                self._note(up=False, error=error)
+            await asyncio.sleep(max(0.05, PING_SECONDS - (time.monotonic() - started)))
+
+    def _note(self, *, up: bool, error: Exception | None = None) -> None:
+        if up == self.redis_up:
+            return
+        self.redis_up = up
+        where = redact(self.settings.redis)
+        if up:
+            log.info("redis_back", url=where)
+        else:
+            log.warning("redis_away", url=where, message=str(error) or "no answer")
+
+    async def close(self) -> None:
+        """Cancel the background tasks and close the connections."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.client.close()
+
+
+def redis_away() -> ApiError:
+    """Return the error of a request that Redis did not answer."""
+    return ApiError(503, "Redis does not answer; try again later.", code="redis_unavailable", retry_after=RETRY_SECONDS)
