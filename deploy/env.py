@@ -1,4 +1,4 @@
-"""Make `.env` from `.env.example`, or complete it: a fresh password for each `…_PASSWORD` that has none, and a key of the gateway.
+"""Make `.env` from `.env.example`, or complete it: a fresh value for each password and the gateway's key that has none.
 
 What stands in `.env` stays, so that a new role can be added to a running stack. The gateway reads only hashes of its
 keys: `deploy/keys/gateway.keys` gets that of a new `GATEWAY_API_KEY`.
@@ -20,7 +20,7 @@ _SECRET = re.compile(rf"^(\w+_PASSWORD|{API_KEY})=[ \t]*(.*)$", re.MULTILINE)
 
 
 def filled(text: str) -> str:
-    """Return `text` with a fresh password in each empty `…_PASSWORD=`, and a fresh key in an empty `GATEWAY_API_KEY=`."""
+    """Return `text` with a fresh secret in each empty `…_PASSWORD=` and in an empty `GATEWAY_API_KEY=`."""
     return _SECRET.sub(lambda line: line[0] if line[2] else f"{line[1]}={_fresh(line[1])}", text)
 
 

@@ -1,4 +1,4 @@
-"""`python -m producer.gateway.probe`: checks whether the gateway on this machine answers, for health checks of containers.
+"""`python -m producer.gateway.probe`: checks whether a gateway answers, for health checks of containers.
 
 Reads `/healthz` on port `TOKENMILL_PORT` (8000 if unset) of `TOKENMILL_HOST`, or of loopback if that is unset or means
 all addresses. Exit status 0: it answers; 1: it does not, with the reason on stdout; 2: the port is wrong.

@@ -46,7 +46,9 @@ def test_the_compose_file_is_valid_under_the_specifications_schema() -> None:
 
 def test_nothing_starts_without_passwords_and_none_has_a_default() -> None:
     passwords = set(re.findall(r"\$\{(\w+_PASSWORD)", COMPOSE))
-    assert {f"REDIS_{role}_PASSWORD" for role in ("CLIENT", "WORKER", "CLERK", "GATEWAY", "OPERATOR", "PRODUCER")} == passwords
+    assert {
+        f"REDIS_{role}_PASSWORD" for role in ("CLIENT", "WORKER", "CLERK", "GATEWAY", "OPERATOR", "PRODUCER")
+    } == passwords
     for name in passwords:
         assert not re.search(rf"\$\{{{name}(?!:\?)", COMPOSE), f"{name} has a default or is optional"
         with pytest.raises(ComposeError, match=name):
