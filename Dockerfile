@@ -66,11 +66,11 @@ COPY --from=wheel /wheels/ /wheels/
 RUN python -m pip install --no-deps /wheels/tokenmill-*.whl
 
 
-# ── what runs: no compiler but Triton's, no root, nothing written outside /cache and /tmp ──────────────────────────────
+# ── what runs: no compiler but Triton's, no root, nothing written outside /cache, /files and /tmp ──────────────────────────────
 
 FROM python:${PYTHON} AS runtime
 RUN useradd --system --uid 10001 --home-dir /nonexistent --shell /usr/sbin/nologin tokenmill \
-    && install -d -o tokenmill /cache /models
+    && install -d -o tokenmill /cache /models /files
 ENV PATH=/opt/tokenmill/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /tmp
 STOPSIGNAL SIGTERM

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.resources
 import json
 import os
@@ -45,7 +46,9 @@ def test_the_compose_file_is_valid_under_the_specifications_schema() -> None:
 
 def test_nothing_starts_without_passwords_and_none_has_a_default() -> None:
     passwords = set(re.findall(r"\$\{(\w+_PASSWORD)", COMPOSE))
-    assert {f"REDIS_{role}_PASSWORD" for role in ("CLIENT", "WORKER", "CLERK", "OPERATOR", "PRODUCER")} == passwords
+    assert {
+        f"REDIS_{role}_PASSWORD" for role in ("CLIENT", "WORKER", "CLERK", "GATEWAY", "OPERATOR", "PRODUCER")
+    } == passwords
     for name in passwords:
         assert not re.search(rf"\$\{{{name}(?!:\?)", COMPOSE), f"{name} has a default or is optional"
         with pytest.raises(ComposeError, match=name):
@@ -55,8 +58,9 @@ def test_nothing_starts_without_passwords_and_none_has_a_default() -> None:
 def test_the_example_names_each_variable_of_the_compose_file_with_its_default() -> None:
     used = dict(re.findall(r"\$\{(\w+)(?::?-([^}]*))?", COMPOSE))
     named = dict(re.findall(r"^#?(\w+)=(.*)$", EXAMPLE, re.MULTILINE))
-    assert set(used) | {"COMPOSE_PROFILES"} == set(named)
-    shown = {name: value for name, value in named.items() if name not in ("COMPOSE_PROFILES",)}
+    others = {"COMPOSE_PROFILES", "GATEWAY_API_KEY"}  # read by the engine, and by clients
+    assert set(used) | others == set(named)
+    shown = {name: value for name, value in named.items() if name not in others}
     assert shown == used
 
 
@@ -182,7 +186,7 @@ def test_an_env_file_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
     assert main(tmp_path) == 0
     made = (tmp_path / ".env").read_text()
     values = dotenv(made)
-    assert len(set(values.values())) == 5
+    assert len(set(values.values())) == 7
     assert all(len(value) >= 32 for value in values.values())
     assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o600
     assert main(tmp_path) == 1
@@ -204,6 +208,52 @@ def test_a_new_role_gets_a_password_and_the_others_keep_theirs(tmp_path: Path, w
     assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o640
     assert list(tmp_path.glob(".env.*")) == [tmp_path / ".env.example"]
     assert main(tmp_path) == 1
+
+
+def _keys(root: Path) -> list[str]:
+    """The lines of the gateway's keys file without comments."""
+    lines = (root / "deploy" / "keys" / "gateway.keys").read_text().splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+def _line(root: Path) -> str:
+    """The line of the keys file that lets the key of `.env` in."""
+    key = dotenv((root / ".env").read_text())["GATEWAY_API_KEY"]
+    return f"{hashlib.sha256(key.encode()).hexdigest()} default"
+
+
+def test_the_first_key_of_the_gateway_is_in_the_env_file_and_its_hash_in_the_keys_file(tmp_path: Path) -> None:
+    main = runpy.run_path(str(ROOT / "deploy" / "env.py"))["main"]
+    (tmp_path / ".env.example").write_text(EXAMPLE)
+    mask = os.umask(0o077)
+    try:
+        assert main(tmp_path) == 0
+    finally:
+        os.umask(mask)
+    assert _keys(tmp_path) == [_line(tmp_path)]
+    file = tmp_path / "deploy" / "keys" / "gateway.keys"
+    assert file.stat().st_mode & 0o777 == 0o644, "the gateway's user reads it"
+    (folder,) = [text.split(":")[0] for text in SERVICES["gateway"]["volumes"] if text.endswith("keys:ro")]
+    assert (tmp_path / folder).resolve() == file.parent
+    target = next(text.split(":")[1] for text in SERVICES["gateway"]["volumes"] if text.endswith("keys:ro"))
+    assert SERVICES["gateway"]["environment"]["TOKENMILL_API_KEYS"] == f"{target}/{file.name}"
+
+
+def test_a_new_key_is_added_to_the_keys_file_and_a_removed_one_stays_removed(tmp_path: Path) -> None:
+    main = runpy.run_path(str(ROOT / "deploy" / "env.py"))["main"]
+    (tmp_path / ".env.example").write_text(EXAMPLE)
+    (tmp_path / "deploy" / "keys").mkdir(parents=True)
+    mine = "0" * 64 + " mine rpm=10"
+    (tmp_path / "deploy" / "keys" / "gateway.keys").write_text(mine)
+    (tmp_path / ".env").write_text(FILLED.replace("GATEWAY_API_KEY", "#GATEWAY_API_KEY"))
+    assert main(tmp_path) == 0
+    assert _keys(tmp_path) == [mine, _line(tmp_path)]
+    (tmp_path / "deploy" / "keys" / "gateway.keys").write_text(mine)
+    assert main(tmp_path) == 1
+    assert _keys(tmp_path) == [mine]
+    (tmp_path / "deploy" / "keys" / "gateway.keys").unlink()
+    assert main(tmp_path) == 0
+    assert _keys(tmp_path) == [_line(tmp_path)]
 
 
 def test_completing_an_env_file_touches_no_file_beside_it_and_follows_a_link(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """The commands in the documents work as printed.
 
-Blocks marked `sh` and `python` are run, in the order of the page, over a Redis of the page's own; the ports of the text
-are replaced by free ones. README.md has the real model, the other pages a fake engine. What cannot be run in a test is
-marked `sh no-run` in the document; of that, what it names must exist.
+Blocks marked `sh`, `python` and `js` are run, in the order of the page, over a Redis of the page's own; the ports of
+the text are replaced by free ones. README.md has the real model, the other pages a fake engine. What cannot be run in a
+test is marked `sh no-run` in the document; of that, what it names must exist.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support import REDIS_SERVER, RedisServer, eventually, running_redis
+from tests.node.run import run_module
+from tests.support import REDIS_SERVER, RedisServer, eventually, free_port, running_redis
 from tests.test_docs import PAGES, ROOT
+from tokenmill.probe import probe
 from tokenmill.protocol.keys import Keys
 
 DEFAULT_URL = "redis://localhost:6379/0"
-INFO = {"sh", "sh no-run", "python", "json", "text"}
-COMMANDS = "tokenmill|make|redis-cli|pip|docker|git|rq|python3?|sh|curl|\\.venv/bin"
-SERVERS = re.compile(r"(?:^|\s)(tokenmill worker|rq worker) (?!.*(--burst|--help))")
+INFO = {"sh", "sh no-run", "python", "js", "json", "text"}
+COMMANDS = "tokenmill|make|redis-cli|pip|npm|docker|git|rq|python3?|sh|curl|\\.venv/bin"
+SERVERS = re.compile(r"(?:^|\s)(tokenmill worker|tokenmill gateway|rq worker) (?!.*(--burst|--help))")
 BATCH = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hello", "max_tokens": 4}}\n'
 
 
@@ -51,7 +53,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
-RUN = sorted({block.page for block in BLOCKS if block.info in ("sh", "python")})
+RUN = sorted({block.page for block in BLOCKS if block.info in ("sh", "python", "js")})
 NAMED = [(block, line) for block in BLOCKS if block.info == "sh no-run" for line in block.lines()]
 
 
@@ -76,6 +78,8 @@ class Shell:
     folder: Path
     environ: dict[str, str]
     left: list[subprocess.Popen[bytes]]
+    ports: dict[str, int]
+    """Port of a gateway in the text → free port of this machine."""
 
     def script(self, code: str) -> str:
         """Run a piece of shell; return its output.
@@ -88,20 +92,33 @@ class Shell:
     def python(self, code: str) -> str:
         return self._run([sys.executable, "-c", self._here(code)], code)
 
+    def javascript(self, code: str) -> str:
+        """Run a module that may import the packages of tests/node."""
+        return self._ended(run_module(self._here(code), self.folder, self.environ), code)
+
     def serve(self, line: str) -> None:
         """Start a command that does not end by itself, and wait until it serves."""
         with (self.folder / "servers.log").open("ab") as log:
             command = ["bash", "-c", re.sub(r"^((?:\w+=\S+ +)*)", r"\1exec ", self._here(line))]
             self.left.append(subprocess.Popen(command, cwd=self.folder, env=self.environ, stdout=log, stderr=log))
-        eventually(self._ready if "tokenmill worker" in line else self._listed, timeout=60)
+        kind = re.search(SERVERS, line)
+        assert kind is not None, line
+        eventually({"tokenmill worker": self._ready, "rq worker": self._listed}.get(kind[1], self._answers), timeout=60)
 
     def _here(self, code: str) -> str:
-        return code.replace(DEFAULT_URL, self.server.url)
+        code = code.replace(DEFAULT_URL, self.server.url)
+        return re.sub(r"(?<=localhost:)80\d\d\b|(?<=--port )80\d\d\b", lambda port: str(self._port(port[0])), code)
+
+    def _port(self, number: str) -> int:
+        return self.ports.setdefault(number, free_port())
 
     def _run(self, command: list[str], code: str) -> str:
         done = subprocess.run(
             command, cwd=self.folder, env=self.environ, capture_output=True, text=True, timeout=120, check=False
         )
+        return self._ended(done, code)
+
+    def _ended(self, done: subprocess.CompletedProcess[str], code: str) -> str:
         assert done.returncode == 0, f"{code}\nended with {done.returncode}:\n{done.stdout}\n{done.stderr}{self._log()}"
         return done.stdout
 
@@ -117,6 +134,11 @@ class Shell:
         with self.server.client() as client:
             workers = client.scan_iter(match=Keys("default").worker("*"))
             return any(client.hget(key, "status") == b"ready" for key in workers)
+
+    def _answers(self) -> bool:
+        """Return whether each gateway answers that a block has started."""
+        self._alive()
+        return all(probe(port, path="/healthz")[0] for port in self.ports.values())
 
     def _listed(self) -> bool:
         self._alive()
@@ -151,7 +173,8 @@ def shell(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
             "TOKENMILL_KV_CACHE_MEMORY": "128MiB",
             "TOKENMILL_DRAIN_SECONDS": "1",
         }
-        one = Shell(server, tmp_path, environ, [])
+        port = free_port()
+        one = Shell(server, tmp_path, environ | {"TOKENMILL_PORT": str(port)}, [], {"8000": port})
         try:
             if not any("tokenmill worker" in block.code for block in blocks(page) if block.info == "sh"):
                 one.serve("tokenmill worker --model fake --served-model-name smollm2-135m")
@@ -170,6 +193,10 @@ def test_a_page_works_as_printed_from_its_first_line_to_its_last(page: Path, she
     for block in blocks(page):
         if block.info == "python":
             said = shell.python(block.code)
+            assert said.strip(), f"{name(page)}:{block.line} prints nothing"
+            printed += said
+        elif block.info == "js":
+            said = shell.javascript(block.code)
             assert said.strip(), f"{name(page)}:{block.line} prints nothing"
             printed += said
         elif block.info == "sh":
