@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tokenmill.client.handles import AsyncGroup, AsyncJob, Group, Job
     from tokenmill.client.params import GroupOptions, JobOptions, MapOptions, RequestParams
     from tokenmill.client.patience import WaitTimeout
+    from tokenmill.client.state import Lookup
     from tokenmill.client.sync import Client
     from tokenmill.client.window import MapResult
     from tokenmill.protocol.calls import EnqueueRefused, JobExists, QueueFull, QuotaExceeded
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from tokenmill.protocol.replies import CancelReply
     from tokenmill.protocol.result import Choice, ErrorInfo, Result, Status, Timings, Usage
     from tokenmill.protocol.state import JobStatus
+    from tokenmill.protocol.workers import WorkerInfo
 
 __all__ = [
     "AsyncClient",
@@ -49,6 +51,7 @@ __all__ = [
     "JobLost",
     "JobOptions",
     "JobStatus",
+    "Lookup",
     "MapOptions",
     "MapResult",
     "Progress",
@@ -64,6 +67,7 @@ __all__ = [
     "TokenmillError",
     "Usage",
     "WaitTimeout",
+    "WorkerInfo",
 ]
 
 _MODULES = (
@@ -73,9 +77,11 @@ _MODULES = (
     "tokenmill.protocol.result",
     "tokenmill.protocol.state",
     "tokenmill.protocol.calls",
+    "tokenmill.protocol.workers",
     "tokenmill.client.params",
     "tokenmill.client.patience",
     "tokenmill.client.core",
+    "tokenmill.client.state",
     "tokenmill.client.follow",
     "tokenmill.client.window",
     "tokenmill.client.groups",

@@ -30,7 +30,7 @@ from tokenmill.client.core import (
 from tokenmill.client.handles import AsyncGroup, AsyncJob
 from tokenmill.client.params import MapOptions, RequestParams
 from tokenmill.client.patience import Deadline
-from tokenmill.client.state import status_steps
+from tokenmill.client.state import Lookup, lookup_steps, status_steps, workers_steps
 from tokenmill.client.transport import AsyncTransport
 from tokenmill.client.window import WINDOW, MapResult, Prompt, Window
 from tokenmill.protocol.calls import EnqueueRefused
@@ -38,6 +38,7 @@ from tokenmill.protocol.job import JobEntry
 from tokenmill.protocol.keys import check_name
 from tokenmill.protocol.result import Result
 from tokenmill.protocol.state import JobStatus
+from tokenmill.protocol.workers import WorkerInfo
 
 __all__ = ["AsyncClient", "AsyncGroup", "AsyncJob"]
 
@@ -96,6 +97,16 @@ class AsyncClient(AsyncTransport):
         """Same as `Client.status`."""
         deadline = Deadline.after(f"job {check_name('id', id)}: no status", timeout)
         return await self._once(status_steps(self.keys, id, deadline))
+
+    async def lookup(self, id: str, timeout: float | None = None) -> Lookup:
+        """Same as `Client.lookup`."""
+        deadline = Deadline.after(f"job {check_name('id', id)}: no status", timeout)
+        return await self._once(lookup_steps(self.keys, id, deadline))
+
+    async def workers(self, timeout: float | None = None) -> tuple[WorkerInfo, ...]:
+        """Same as `Client.workers`."""
+        deadline = Deadline.after(f"queue {self.keys.queue}: no list of workers", timeout)
+        return await self._once(workers_steps(self.keys, self._roster, deadline))
 
     def group(self, name: str | None = None) -> AsyncGroup:
         """Same as `Client.group`."""

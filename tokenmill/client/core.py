@@ -1,6 +1,7 @@
 """The methods of both clients, without I/O.
 
-Every method is a generator: it yields steps for Redis (`Read`, `Get`, `Exist`, `Ask`, `Run`, `Pause`), is sent the
+Every method is a generator: it yields steps for Redis (`Read`, `Get`, `Exist`, `Ask`, `Run`, `Scan`,
+`Pause`), is sent the
 reply of each step, and yields values for the caller as `Emit` or returns a value. `transport.py` carries the steps out.
 """
 
@@ -94,6 +95,13 @@ class Run(NamedTuple):
     outage_s: float = OUTAGE_S
 
 
+class Scan(NamedTuple):
+    """SCAN of the whole keyspace for a pattern. Reply: a list of keys; empty for a role without the right to SCAN."""
+
+    pattern: str
+    deadline: Deadline
+
+
 class Pause(NamedTuple):
     """Sleep. No reply."""
 
@@ -117,7 +125,7 @@ class Emit(NamedTuple, Generic[T]):
 
 
 Full = QueueFull | QuotaExceeded
-Step = Read | Get | Exist | Ask | Run | Pause
+Step = Read | Get | Exist | Ask | Run | Scan | Pause
 Steps = Generator[Step | Emit[T], Any, None]
 """The steps of a method that yields values."""
 Once = Generator[Step, Any, T]

@@ -42,7 +42,7 @@ from tokenmill.client.core import (
 from tokenmill.client.handles import Group, Job
 from tokenmill.client.params import MapOptions, RequestParams
 from tokenmill.client.patience import Deadline
-from tokenmill.client.state import status_steps
+from tokenmill.client.state import Lookup, lookup_steps, status_steps, workers_steps
 from tokenmill.client.transport import Transport
 from tokenmill.client.window import WINDOW, MapResult, Prompt, Window
 from tokenmill.protocol.calls import EnqueueRefused
@@ -50,6 +50,7 @@ from tokenmill.protocol.job import JobEntry
 from tokenmill.protocol.keys import check_name
 from tokenmill.protocol.result import Result
 from tokenmill.protocol.state import JobStatus
+from tokenmill.protocol.workers import WorkerInfo
 
 __all__ = ["Client", "Group", "Job"]
 
@@ -155,6 +156,28 @@ class Client(Transport):
         """
         deadline = Deadline.after(f"job {check_name('id', id)}: no status", timeout)
         return self._once(status_steps(self.keys, id, deadline))
+
+    def lookup(self, id: str, timeout: float | None = None) -> Lookup:
+        """Return the state, the tenant and the result of a job, in one round trip.
+
+        Raises:
+            ValueError, TimeoutError, redis.RedisError: as `status`.
+        """
+        deadline = Deadline.after(f"job {check_name('id', id)}: no status", timeout)
+        return self._once(lookup_steps(self.keys, id, deadline))
+
+    def workers(self, timeout: float | None = None) -> tuple[WorkerInfo, ...]:
+        """Return the live workers of the queue, ordered by name.
+
+        Asks for the consumers of the lanes; only if none of them lives, the keyspace is scanned, at most once a minute.
+        The access roles `producer` and `client` may not list workers.
+
+        Raises:
+            TimeoutError: Redis did not answer within `timeout` seconds.
+            redis.RedisError: Redis refuses the command; or, without a time-out, stayed away for 30 s.
+        """
+        deadline = Deadline.after(f"queue {self.keys.queue}: no list of workers", timeout)
+        return self._once(workers_steps(self.keys, self._roster, deadline))
 
     def group(self, name: str | None = None) -> Group:
         """Return the handle of a group (without `name`: of a new group with a random name), without asking Redis.

@@ -22,18 +22,22 @@ from tokenmill.client.core import (
     Once,
     Pause,
     Run,
+    Scan,
     Step,
     Steps,
     abandon_steps,
 )
-from tokenmill.client.patience import OUTAGE_S, Deadline, Line, Tries
+from tokenmill.client.patience import BRIEF_S, OUTAGE_S, Deadline, Line, Tries
 from tokenmill.protocol.connection import DEFAULT_URL, async_client, blocking_client, command_client, ends_by
 from tokenmill.protocol.faults import DEMOTED
 from tokenmill.protocol.keys import Keys
 from tokenmill.protocol.lua import AsyncRunner, Runner
+from tokenmill.protocol.workers import Roster
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+SCAN_COUNT = 1000
+"""Keys that Redis looks at in one SCAN."""
 
 _trying: ContextVar[bool] = ContextVar("trying", default=False)
 """Whether this is called inside `Client.patiently`."""
@@ -57,6 +61,7 @@ class Transport:
         self._block_ms = block_ms
         self._runner = Runner(self.redis)
         self._line = Line(fail_fast)
+        self._roster = Roster()
 
     def patiently(
         self,
@@ -152,6 +157,8 @@ class Transport:
                 return self.patiently(lambda: self._ask(step), step.deadline, step.outage_s)
             case Exist():
                 return self._exist(step)
+            case Scan():
+                return self._scan(step)
             case Get():
                 return self.patiently(lambda: self.redis.mget(step.keys), step.deadline)
         return self.patiently(lambda: self._xread(step.streams, step.block_ms), step.deadline)
@@ -168,6 +175,14 @@ class Transport:
             return [count > 0 for count in self._carry_out(asked)]
         except NoPermissionError:  # the role `producer` has no right to EXISTS
             return [True] * len(step.groups)
+
+    def _scan(self, step: Scan) -> list[bytes]:
+        try:
+            return self.patiently(
+                lambda: list(self.redis.scan_iter(match=step.pattern, count=SCAN_COUNT)), step.deadline, BRIEF_S
+            )
+        except NoPermissionError:  # most roles have no right to SCAN
+            return []
 
     def _xread(self, streams: Mapping[str, str], block_ms: int | None) -> Any:
         asked: dict[Any, Any] = dict(streams)
@@ -193,6 +208,7 @@ class AsyncTransport:
         self._block_ms = block_ms
         self._runner = AsyncRunner(self.redis)
         self._line = Line(fail_fast)
+        self._roster = Roster()
 
     async def patiently(
         self,
@@ -273,6 +289,8 @@ class AsyncTransport:
                 return await self.patiently(lambda: self._ask(step), step.deadline, step.outage_s)
             case Exist():
                 return await self._exist(step)
+            case Scan():
+                return await self._scan(step)
             case Get():
                 return await self.patiently(lambda: self.redis.mget(step.keys), step.deadline)
         return await self.patiently(lambda: self._xread(step.streams, step.block_ms), step.deadline)
@@ -289,6 +307,15 @@ class AsyncTransport:
             return [count > 0 for count in await self._carry_out(asked)]
         except NoPermissionError:  # the role `producer` has no right to EXISTS
             return [True] * len(step.groups)
+
+    async def _scan(self, step: Scan) -> list[bytes]:
+        async def scan() -> list[bytes]:
+            return [key async for key in self.redis.scan_iter(match=step.pattern, count=SCAN_COUNT)]
+
+        try:
+            return await self.patiently(scan, step.deadline, BRIEF_S)
+        except NoPermissionError:
+            return []
 
     async def _xread(self, streams: Mapping[str, str], block_ms: int | None) -> Any:
         asked: dict[Any, Any] = dict(streams)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tokenmill.protocol.errors import TokenmillError, clean
@@ -45,7 +46,7 @@ class Call(NamedTuple):
     """The name, keys and arguments of a script call, as `Runner.run` takes them."""
 
     script: str
-    keys: list[str]
+    keys: Sequence[str | bytes]
     args: list[Any]
 
 

@@ -26,11 +26,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 import redis
-from redis.exceptions import ResponseError
+from redis.exceptions import NoPermissionError, ResponseError
 
 from tokenmill.protocol.calls import Call, EnqueueRefused, JobExists, QueueFull, QuotaExceeded
 from tokenmill.protocol.job import Identity
@@ -104,13 +105,20 @@ class Scripts:
         self._calls = WorkerCalls(self.keys, self.consumer, self.result_ttl_s, self.stream_ttl_s)
 
     def ensure_groups(self) -> None:
-        """Create the consumer group of every lane at `0`, so that entries from before are delivered too."""
+        """Create the consumer group of every lane at `0`, so that entries from before are delivered too.
+
+        In each group also create this worker's consumer: clients find the live workers there, and Redis before 7.2
+        creates a consumer only with the first entry that it reads.
+        """
         for lane in self.keys.lanes:
             try:
                 self.client.xgroup_create(lane, GROUP, id="0", mkstream=True)
             except ResponseError as error:
                 if "BUSYGROUP" not in str(error):
                     raise
+            if self.consumer:
+                with suppress(NoPermissionError):  # access rules from before this command was used
+                    self.client.xgroup_createconsumer(lane, GROUP, self.consumer)
 
     def read(self, count: int) -> list[Delivery] | None:
         """Take at most `count` entries, higher lanes first, without waiting; None if the queue is paused.

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 import redis
 
 from tokenmill.protocol.keys import Keys
+from tokenmill.protocol.lua import Runner
+from tokenmill.protocol.workers import Roster, WorkerInfo, workers_call, workers_reply
 
-
-@dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """A live worker: its hash expires one lease after the worker's last sign of life."""
-
-    name: str
-    """`host:pid:random`, the worker's consumer name."""
-    fields: Mapping[str, str]
-    """What the worker publishes of itself; docs/protocol.md names the fields."""
+__all__ = ["WorkerInfo", "read_workers"]
 
 
 def read_workers(client: redis.Redis, keys: Keys) -> tuple[WorkerInfo, ...]:
-    """Read the workers of a queue, ordered by name.
+    """Read the workers of a queue, ordered by name. Scans the keyspace if no consumer of the lanes is a live worker.
 
     Raises:
         redis.RedisError: Redis is away, or refuses a command.
     """
-    found: list[WorkerInfo] = []
-    for key in sorted(client.scan_iter(match=keys.worker("*"), count=1000)):
-        fields: Any = client.hgetall(key)
-        name = key.decode().removeprefix(keys.worker(""))
-        found.append(WorkerInfo(name, {field.decode(): value.decode() for field, value in sorted(fields.items())}))
-    return tuple(found)
+    runner = Runner(client)
+    reply = runner.run(*workers_call(keys, ()))
+    if not reply:
+        found = list(client.scan_iter(match=keys.worker("*"), count=1000))
+        reply = runner.run(*workers_call(keys, found)) if found else []
+    return workers_reply(keys, reply, Roster())
