@@ -109,10 +109,9 @@ def test_a_known_id_of_a_job_is_a_conflict(face: Face) -> None:
 
 
 def test_the_packages_time_out_raises_its_class_and_cancels_the_job(gateway: GatewayProcess, face: Face) -> None:
-    job = secrets.token_hex(8)
     hasty = face.of(gateway, timeout=0.7)
     before = cancelled(gateway)
-    assert isinstance(fails(openai.APITimeoutError, hasty, max_tokens=230, user=job), openai.APIConnectionError)
+    assert isinstance(fails(openai.APITimeoutError, hasty, max_tokens=230), openai.APIConnectionError)
     eventually(lambda: cancelled(gateway) > before, 20, 0.05)
 
 
