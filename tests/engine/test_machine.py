@@ -129,6 +129,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def abandoned_step(self) -> None:
         self.engine._pipeline.settle()
+        self.seen.take(self.engine._live.take_output())  # as a step that settles does
         plan = self.engine.scheduler.schedule()
         self.runner.move(plan)
         self.engine.scheduler.moved()
