@@ -14,7 +14,6 @@ names of the environment variables with the queue's address.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import os
 import threading
@@ -33,6 +32,7 @@ from rq.worker import Worker as RqWorker
 
 from producer.aftermath import after_death
 from producer.callbacks import Courier
+from producer.generations import generation_ids, generation_keys, is_over
 from producer.janitor import IDLE_S, clean_up
 from producer.webhook import WebhookSettings
 from tokenmill import batch
@@ -242,11 +242,10 @@ def _current_id(client: Client, job: RqJob) -> str:
     A generation for which a cancel is set counts as ended.
     """
     base = job.id if len(job.id) <= LONGEST_ID else hashlib.sha256(job.id.encode()).hexdigest()
-    for generation in itertools.count(1):
-        request = f"{base}.g{generation}"
-        names = [client.keys.result(request), client.keys.cancel(request)]
-        raw, cancel = client.patiently(lambda names=names: client.redis.mget(names))  # type: ignore[misc]
-        if Result.from_json(raw).ok if raw is not None else cancel is None:
+    for request in generation_ids(base, first=f"{base}.g1"):
+        names = generation_keys(client.keys, request)
+        values = client.patiently(lambda names=names: client.redis.mget(names))  # type: ignore[misc]
+        if not is_over(values, lambda result: not result.ok):
             return request
     raise RuntimeError("unreachable")
 

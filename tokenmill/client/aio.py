@@ -18,6 +18,7 @@ from contextlib import aclosing
 from typing import Any, Unpack
 
 from tokenmill.client.core import (
+    Submit,
     finished_steps,
     forget_steps,
     make_submit,
@@ -25,6 +26,7 @@ from tokenmill.client.core import (
     results_steps,
     states_steps,
     submit_all_steps,
+    submit_of,
     submit_steps,
 )
 from tokenmill.client.handles import AsyncGroup, AsyncJob
@@ -84,6 +86,15 @@ class AsyncClient(AsyncTransport):
             max_attempts=max_attempts,
             **params,
         )
+        return await self._submit(job)
+
+    async def submit_entry(
+        self, entry: JobEntry, priority: str = "normal", *, delay: float | None = None, timeout: float | None = None
+    ) -> AsyncJob:
+        """Same as `Client.submit_entry`."""
+        return await self._submit(submit_of(self.keys, entry, priority, delay, False, timeout))
+
+    async def _submit(self, job: Submit) -> AsyncJob:
         full = await self._once(submit_steps(job))
         if full is not None:
             raise full

@@ -26,7 +26,7 @@ from tokenmill.protocol.calls import (
 )
 from tokenmill.protocol.errors import ErrorCode, JobError, TokenmillError
 from tokenmill.protocol.job import JobEntry, milliseconds, parse_entry
-from tokenmill.protocol.keys import CANCEL_TTL_S, Keys
+from tokenmill.protocol.keys import CANCEL_TTL_S, MAX_BODY_BYTES, Keys
 from tokenmill.protocol.replies import CancelReply
 from tokenmill.protocol.result import Result
 from tokenmill.protocol.state import state_of
@@ -197,10 +197,43 @@ def make_entry(
         messages = messages and [dict(message) for message in messages]
     except (TypeError, ValueError):
         raise JobError(ErrorCode.INVALID_REQUEST, "messages: must be a list of messages, each an object") from None
-    body = encode_body({"prompt": prompt, "messages": messages, **params})
+    return entry_of(
+        {"prompt": prompt, "messages": messages, **params},
+        id=id,
+        ttl=ttl,
+        group=group,
+        tenant=tenant,
+        stream=stream,
+        callback=callback,
+        traceparent=traceparent,
+        max_attempts=max_attempts,
+    )
+
+
+def entry_of(
+    body: Mapping[str, Any],
+    *,
+    id: str | None = None,
+    ttl: float | None = None,
+    group: str | None = None,
+    tenant: str | None = None,
+    stream: bool = True,
+    callback: str | None = None,
+    traceparent: str | None = None,
+    max_attempts: int | None = None,
+    max_bytes: int = MAX_BODY_BYTES,
+) -> JobEntry:
+    """Build the entry of a job with the body `body` and check it by the rules of the worker.
+
+    Args:
+        max_bytes: maximum size of the encoded body.
+
+    Raises:
+        JobError: a worker would refuse the job.
+    """
     entry = JobEntry(
         id=new_id() if id is None else id,
-        body=body,
+        body=encode_body(body, max_bytes),
         ttl_ms=None if ttl is None else milliseconds("ttl", ttl),
         stream=stream,
         group=group,
@@ -229,7 +262,18 @@ def make_submit(
         JobError: a worker would refuse the job.
         ValueError: an unknown priority.
     """
-    entry = make_entry(prompt, **options)
+    return submit_of(keys, make_entry(prompt, **options), priority, delay, wait, timeout)
+
+
+def submit_of(
+    keys: Keys, entry: JobEntry, priority: str, delay: float | None, wait: bool, timeout: float | None
+) -> Submit:
+    """Build the step that submits a checked entry; arguments as `Client.submit`.
+
+    Raises:
+        JobError: `delay` is not a finite number, or is longer than ten years.
+        ValueError: an unknown priority.
+    """
     call = enqueue_call(keys, entry, priority, delay)
     deadline = Deadline.after(f"job {entry.id}: not taken", timeout)
     return Submit(entry, call, wait, deadline, OUTAGE_S if wait else AT_ONCE_S)

@@ -30,6 +30,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
 from tokenmill.client.core import (
+    Submit,
     finished_steps,
     forget_steps,
     make_submit,
@@ -37,6 +38,7 @@ from tokenmill.client.core import (
     results_steps,
     states_steps,
     submit_all_steps,
+    submit_of,
     submit_steps,
 )
 from tokenmill.client.handles import Group, Job
@@ -133,6 +135,15 @@ class Client(Transport):
             max_attempts=max_attempts,
             **params,
         )
+        return self._submit(job)
+
+    def submit_entry(
+        self, entry: JobEntry, priority: str = "normal", *, delay: float | None = None, timeout: float | None = None
+    ) -> Job:
+        """Submit a job whose entry was built and checked before; arguments and errors are those of `submit`."""
+        return self._submit(submit_of(self.keys, entry, priority, delay, False, timeout))
+
+    def _submit(self, job: Submit) -> Job:
         full = self._once(submit_steps(job))
         if full is not None:
             raise full

@@ -142,6 +142,9 @@ class Keys:
     def reading(self) -> str:
         return f"{self.root}reading"
 
+    def idempotency(self, id: str) -> str:
+        return f"{self.root}idempotency:{id}"
+
     def worker(self, name: str) -> str:
         return f"{self.root}worker:{name}"
 

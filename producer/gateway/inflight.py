@@ -1,0 +1,207 @@
+"""The requests that wait for a job: what ends such a wait, and which jobs lose their last client.
+
+async with inflight.watch(request.receive) as watch:      # raises Interrupted
+    result = await job.result()
+
+claim = await inflight.claim(job_id)                       # a client's interest in a job
+claim.release()                                            # the client has its answer
+claim.abandon(job, "client disconnected", ttl=630)         # cancels the job, unless another client waits for it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import structlog
+from redis.exceptions import RedisError
+from starlette.types import Receive
+
+from tokenmill.client.handles import AsyncJob
+
+log = structlog.get_logger()
+
+CLOSE_S: Final = 2.0
+"""How long a gateway that stops waits for the cancels that it has begun."""
+
+
+class End(enum.StrEnum):
+    """Why a wait ended before its job."""
+
+    GONE = "client disconnected"
+    STALLED = "client did not read"
+    CLOSING = "gateway shut down"
+
+
+class Interrupted(Exception):
+    """The wait of a request ended before its job."""
+
+    def __init__(self, end: End) -> None:
+        self.end = end
+        super().__init__(end.value)
+
+
+class Watch:
+    """The wait of one request; `end` interrupts it."""
+
+    def __init__(self, scope: asyncio.Timeout) -> None:
+        self._scope = scope
+        self.why: End | None = None
+        self.over = False
+
+    def end(self, why: End) -> None:
+        """Interrupt the block; the first reason counts."""
+        if self.why is None and not self.over:
+            self.why = why
+            self._scope.reschedule(asyncio.get_running_loop().time())
+
+
+class Claim:
+    """The interest of one client in a job; either method ends it, and later calls do nothing."""
+
+    def __init__(self, inflight: InFlight, name: str) -> None:
+        self._inflight, self._name = inflight, name
+        self._over = False
+
+    def release(self) -> bool:
+        """Let the job go on; return whether no other client of this gateway waits for it."""
+        if self._over:
+            return False
+        self._over = True
+        return self._inflight.leave(self._name)
+
+    def abandon(self, job: AsyncJob, reason: str, ttl: float) -> bool:
+        """Cancel the job in the background, unless another client of this gateway waits for it.
+
+        Args:
+            reason: kept in the job's result.
+            ttl: seconds in which the job would end by itself: how long the cancel is tried, and kept by Redis.
+
+        Returns:
+            Whether the job is cancelled.
+        """
+        last = self.release()
+        if last:
+            self._inflight.cancel(self._name, job, reason, ttl)
+        return last
+
+
+class InFlight:
+    """The waits and claims of one gateway.
+
+    Args:
+        deadline: set when the time of a graceful shutdown is over: all waits end then.
+    """
+
+    def __init__(self, deadline: asyncio.Event) -> None:
+        self._deadline = deadline
+        self._watches: set[Watch] = set()
+        self._claims: dict[str, int] = {}
+        self._cancels: dict[str, asyncio.Task[None]] = {}
+        self._closer: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def watch(self, receive: Receive) -> AsyncIterator[Watch]:
+        """End the block when the client goes away, or the time of a graceful shutdown is over.
+
+        Args:
+            receive: the ASGI channel of the request, whose body was read.
+
+        Raises:
+            Interrupted: the block was ended.
+        """
+        watch: Watch | None = None
+        try:
+            async with asyncio.timeout(None) as scope:
+                watch = Watch(scope)
+                self._begin(watch)
+                listener = asyncio.create_task(_listen(receive, watch))
+                try:
+                    yield watch
+                finally:
+                    watch.over = True
+                    listener.cancel()
+                    self._watches.discard(watch)
+        except TimeoutError:
+            if watch is None or watch.why is None or not scope.expired():
+                raise
+            raise Interrupted(watch.why) from None
+
+    def _begin(self, watch: Watch) -> None:
+        self._watches.add(watch)
+        if self._deadline.is_set():
+            watch.end(End.CLOSING)
+        elif self._closer is None:
+            self._closer = asyncio.create_task(self._close_watches())
+
+    async def _close_watches(self) -> None:
+        await self._deadline.wait()
+        for watch in list(self._watches):
+            watch.end(End.CLOSING)
+
+    async def claim(self, name: str) -> Claim:
+        """Count a client of a job. A cancel of the job that is under way is finished first.
+
+        Args:
+            name: the job's id without its generation.
+        """
+        self._claims[name] = self._claims.get(name, 0) + 1
+        if (cancel := self._cancels.get(name)) is not None:
+            try:
+                await asyncio.wait({cancel})
+            except BaseException:
+                self.leave(name)
+                raise
+        return Claim(self, name)
+
+    def leave(self, name: str) -> bool:
+        """Count a client of a job as gone; return whether it was the last."""
+        left = self._claims.pop(name) - 1
+        if left:
+            self._claims[name] = left
+        return not left
+
+    def cancel(self, name: str, job: AsyncJob, reason: str, ttl: float) -> None:
+        """Cancel a job in the background; see `Claim.abandon`."""
+        self._spawn(name, _cancel(job, reason, ttl))
+
+    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._cancels[name] = task
+
+        def ended(_: asyncio.Task[None]) -> None:
+            if self._cancels.get(name) is task:
+                del self._cancels[name]
+
+        task.add_done_callback(ended)
+
+    async def close(self) -> None:
+        """Finish the cancels that were begun, for `CLOSE_S` at most."""
+        if self._closer is not None:
+            self._closer.cancel()
+        running = set(self._cancels.values())
+        if running:
+            _, late = await asyncio.wait(running, timeout=CLOSE_S)
+            for task in late:
+                task.cancel()
+
+
+async def _listen(receive: Receive, watch: Watch) -> None:
+    """Wait until the client goes away; what it still sends is dropped."""
+    try:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    except Exception:  # a faulty rest of a body: the client cannot be served
+        log.debug("request_broken", exc_info=True)
+    watch.end(End.GONE)
+
+
+async def _cancel(job: AsyncJob, reason: str, ttl: float) -> None:
+    try:
+        reply = await job.cancel(reason, ttl=max(1, round(ttl)), timeout=ttl)
+        log.info("job_abandoned", id=job.id, reason=reason, reply=reply.value)
+    except (RedisError, TimeoutError) as error:
+        log.warning("job_not_cancelled", id=job.id, reason=reason, message=str(error))
