@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import orjson
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from tokenmill.batch.report import BatchError
+from tokenmill.durable import replace_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +74,7 @@ def save(note: Path, state: State) -> None:
     Raises:
         BatchError: the file cannot be written; the old file stays.
     """
-    # The temporary name is random: under a fixed name there could be a file of the user's.
-    fresh = note.with_name(f"{note.name}.{secrets.token_hex(8)}")
     try:
-        try:
-            with fresh.open("xb") as file:
-                file.write(orjson.dumps(asdict(state), option=orjson.OPT_APPEND_NEWLINE))
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.replace(note)
-        finally:
-            fresh.unlink(missing_ok=True)
-        folder = os.open(note.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        replace_file(note, orjson.dumps(asdict(state), option=orjson.OPT_APPEND_NEWLINE))
     except OSError as error:
         raise BatchError(f"{note}: {error.strerror or error}") from None

@@ -1,0 +1,105 @@
+"""A tenant's batches: create, find, list and cancel them. `producer.files.run` runs them."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any, Final
+
+import orjson
+
+from producer.files.library import find_file
+from producer.files.objects import CANCEL, ENDED, batch_object, batch_record, page, parse_batch
+from producer.files.storage import BATCH, Json, Shelf, Storage, new_id
+from tokenmill.batch.request import CHAT, COMPLETIONS
+from tokenmill.openai.errors import ApiError
+
+ENDPOINTS: Final = (CHAT, COMPLETIONS)
+"""The URLs that lines of a batch may have."""
+
+
+def create_batch(
+    storage: Storage, tenant: str | None, body: Json, *, root: str, ttl_s: int | None, key: str | None = None
+) -> Json:
+    """Create a batch and return its object; a clerk runs it, even if nothing else is done for it.
+
+    Args:
+        root: `Keys.root` of the queue whose workers are to do it.
+        ttl_s: seconds that the batch and its files live after its end; None: for ever.
+        key: idempotency key of the request: the same request with the same key returns the same batch.
+
+    Raises:
+        ApiError: 400 a wrong body; 404 an unknown file; 409 the key came with another request before.
+    """
+    wanted = parse_batch(body, ENDPOINTS)
+    files, batches = storage.files(tenant), storage.batches(tenant)
+    batch_id = new_id(BATCH)
+    if key is not None:
+        batch_id = _id_of_key(storage, tenant, key, body, batch_id)
+        if batches.load(batch_id) is not None:
+            return find_batch(batches, batch_id)
+    source = find_file(files, wanted["input_file_id"])
+    if source["purpose"] != "batch":
+        raise ApiError(400, "input_file_id: must be a file with the purpose batch", param="input_file_id")
+    record = batch_record(wanted, tenant, root, int(time.time()), wanted["output_expires_after"] or ttl_s)
+    storage.open_batch(batch_id, tenant)  # first, so that a clerk finds the batch if this process is killed
+    try:
+        batches.add(batch_id, record, files.content(wanted["input_file_id"]))
+    except FileNotFoundError:  # deleted meanwhile
+        storage.close_batch(batch_id)
+        find_file(files, wanted["input_file_id"])
+        raise
+    return find_batch(batches, batch_id)
+
+
+def _id_of_key(storage: Storage, tenant: str | None, key: str, body: Json, fresh: str) -> str:
+    name = hashlib.sha256(orjson.dumps([tenant, key])).hexdigest()
+    request = hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    known = storage.remember(name, {"id": fresh, "request": request})
+    if known["request"] != request:
+        raise ApiError(
+            409, "This Idempotency-Key came with another request before; use a new one.", code="idempotency_key_reused"
+        )
+    return str(known["id"])
+
+
+def find_batch(shelf: Shelf, batch_id: str) -> Json:
+    """Return the object of a batch.
+
+    Raises:
+        ApiError: 404.
+    """
+    found = _view(shelf, batch_id)
+    if found is None:
+        raise ApiError(404, "There is no batch with this id.", code="not_found", param="id")
+    return found
+
+
+def _view(shelf: Shelf, batch_id: str) -> Json | None:
+    record = shelf.load(batch_id)
+    if record is None:
+        return None
+    return batch_object(batch_id, record, None if record["status"] in ENDED else shelf.noted(batch_id, CANCEL))
+
+
+def list_batches(shelf: Shelf, *, limit: int, after: str | None) -> Json:
+    """Return OpenAI's list of the batches, newest first; see `page`."""
+    return page(shelf, lambda one: _view(shelf, one), limit=limit, after=after, newest_first=True, prefix=BATCH)
+
+
+def cancel_batch(shelf: Shelf, batch_id: str) -> Json:
+    """Ask for the end of a batch and return its object; of one that is cancelled already, only return the object.
+
+    Raises:
+        ApiError: 404; 409 the batch has ended otherwise.
+    """
+    found = find_batch(shelf, batch_id)
+    if found["status"] in ENDED - {"cancelled"}:
+        raise ApiError(409, f"The batch is {found['status']}; it cannot be cancelled any more.", code="batch_ended")
+    if found["status"] != "cancelled":
+        at: dict[str, Any] = {"at": int(time.time())}
+        try:
+            shelf.note(batch_id, CANCEL, at)
+        except KeyError:
+            return find_batch(shelf, batch_id)  # deleted meanwhile
+    return find_batch(shelf, batch_id)

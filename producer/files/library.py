@@ -1,0 +1,87 @@
+"""A tenant's files: find, list and delete them; delete those that have expired."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from producer.files.objects import ENDED, file_object, page
+from producer.files.storage import FILE, Json, Shelf, Storage
+from tokenmill.openai.errors import ApiError
+
+LEFTOVER_S: Final = 86_400.0
+"""Age from which on an unfinished upload, or an idempotency key, is deleted."""
+
+
+def find_file(shelf: Shelf, file_id: str) -> Json:
+    """Return the record of a file that has not expired.
+
+    Raises:
+        ApiError: 404.
+    """
+    record = _alive(shelf, file_id)
+    if record is None:
+        raise no_file()
+    return record
+
+
+def no_file() -> ApiError:
+    """Return the error for an id without a file, which may be any text."""
+    return ApiError(404, "There is no file with this id.", code="not_found", param="id")
+
+
+def list_files(shelf: Shelf, *, limit: int, after: str | None, newest_first: bool, purpose: str | None) -> Json:
+    """Return OpenAI's list of the files, of all purposes or of one; see `page`."""
+
+    def view(file_id: str) -> Json | None:
+        record = _alive(shelf, file_id)
+        if record is None or purpose not in (None, record["purpose"]):
+            return None
+        return file_object(file_id, record)
+
+    return page(shelf, view, limit=limit, after=after, newest_first=newest_first, prefix=FILE)
+
+
+def delete_file(shelf: Shelf, file_id: str) -> Json:
+    """Delete a file and return OpenAI's answer. Batches that were made from it keep its content.
+
+    Raises:
+        ApiError: 404.
+    """
+    find_file(shelf, file_id)
+    if not shelf.delete(file_id):
+        raise no_file()
+    return {"id": file_id, "object": "file", "deleted": True}
+
+
+def _alive(shelf: Shelf, file_id: str) -> Json | None:
+    record = shelf.load(file_id)
+    if record is None or (record["expires_at"] is not None and record["expires_at"] <= time.time()):
+        return None
+    return record
+
+
+def delete_expired(storage: Storage) -> dict[str, int]:
+    """Delete expired files, batches whose time has passed after their end, and what killed processes left.
+
+    Returns:
+        How many files, batches and leftovers were deleted.
+    """
+    deleted = {"files": 0, "batches": 0, "leftovers": storage.forget(LEFTOVER_S)}
+    for tenant in storage.tenants():
+        files, batches = storage.files(tenant), storage.batches(tenant)
+        deleted["leftovers"] += files.sweep(LEFTOVER_S) + batches.sweep(LEFTOVER_S)
+        for file_id in files.ids():
+            if files.load(file_id) is not None and _alive(files, file_id) is None:
+                deleted["files"] += files.delete(file_id)
+        for batch_id in batches.ids():
+            record = batches.load(batch_id)
+            if record is not None and _is_over(record):
+                deleted["batches"] += batches.delete(batch_id)
+    return deleted
+
+
+def _is_over(record: Json) -> bool:
+    if record["status"] not in ENDED or record["ttl_s"] is None:
+        return False
+    return bool(record[f"{record['status']}_at"] + record["ttl_s"] < time.time())
