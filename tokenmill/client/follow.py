@@ -16,6 +16,11 @@ class TextRestarted(TokenmillError):
     """A second worker restarted the job, and the new text differs from the text that was already yielded."""
 
 
+def restarted() -> TextRestarted:
+    """Return the error for a job whose second run differs from its first."""
+    return TextRestarted("the job was restarted and its text differs; read job.stream() to follow it")
+
+
 def stream_steps(
     keys: Keys, job_id: str, from_id: str, deadline: Deadline, block_ms: int, presence: Presence
 ) -> Steps[Event]:
@@ -102,15 +107,20 @@ class TextFollower:
         """Return the text that `event` adds, often the empty string.
 
         Raises:
-            TextRestarted: the text of a new start differs from the text that was returned before.
+            TextRestarted: the text of a new start differs from the text that was returned before, or is complete and
+                shorter.
         """
         if isinstance(event, StartEvent):
             self._fresh = "" if self.text else None
             return ""
         if isinstance(event, TokenEvent):
             return self._add(event.text) if event.index == self.index else ""
-        choices = event.result.choices if event.result else ()
-        whole = next((choice.text for choice in choices if choice.index == self.index), "")
+        if event.result is None:
+            return ""
+        whole = next((choice.text for choice in event.result.choices if choice.index == self.index), "")
+        if event.result.ok and len(whole) < len(self.text):  # the second run ended before what was returned
+            self._fresh = whole
+            raise restarted()
         if not whole:
             return ""
         self._fresh = ""
@@ -131,7 +141,7 @@ class TextFollower:
                 self._fresh = None
             return ""
         if not self._fresh.startswith(self.text):
-            raise TextRestarted("the job was restarted and its text differs; read job.stream() to follow it")
+            raise restarted()
         new = self._fresh[len(self.text) :]
         self.text, self._fresh = self._fresh, None
         return new
