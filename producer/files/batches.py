@@ -11,8 +11,8 @@ import orjson
 from producer.files.library import find_file
 from producer.files.objects import CANCEL, ENDED, batch_object, batch_record, page, parse_batch
 from producer.files.storage import BATCH, Json, Shelf, Storage, new_id
-from tokenmill.batch.request import CHAT, COMPLETIONS
 from tokenmill.openai.errors import ApiError
+from tokenmill.openai.request import CHAT, COMPLETIONS
 
 ENDPOINTS: Final = (CHAT, COMPLETIONS)
 """The URLs that lines of a batch may have."""

@@ -87,9 +87,14 @@ class Chunks:
             chunks.append(self._chunk(choice.part(text, more)))
 
     def _open(self, choice: _Choice, chunks: list[Json]) -> None:
-        if self._chat and not choice.opened:
-            chunks.append(self._chunk(choice.head()))
-        choice.opened = True
+        """Add the first chunk of a choice, after those of lower indexes: openai's package takes them in this order."""
+        if not self._chat or choice.opened:
+            return
+        for index in range(choice.index + 1):
+            lower = self._choice(index)
+            if not lower.opened:
+                lower.opened = True
+                chunks.append(self._chunk(lower.head()))
 
     def _chunk(self, *choices: Json) -> Json:
         chunk = {**self._frame, "choices": list(choices)}

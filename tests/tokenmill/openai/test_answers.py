@@ -17,7 +17,7 @@ from tokenmill.protocol.body import encode_body, parse_body
 
 QUESTION = {"role": "user", "content": "hi"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": null}'}}
-DUMPED = {
+DUMPED: dict[str, Any] = {
     "role": "assistant",
     "content": "x",
     "refusal": None,

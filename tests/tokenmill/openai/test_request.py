@@ -165,7 +165,7 @@ def test_unknown_parameters_are_left_to_the_worker_to_refuse(key: str) -> None:
 
 
 def test_an_answer_of_openai_can_be_a_message_again() -> None:
-    answer = {
+    answer: dict[str, Any] = {
         "role": "assistant",
         "content": "x",
         "refusal": None,

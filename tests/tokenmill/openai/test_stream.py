@@ -14,7 +14,7 @@ from tokenmill.client.follow import TextRestarted
 from tokenmill.openai.request import CHAT, COMPLETIONS
 from tokenmill.openai.response import chat_completion, completion
 from tokenmill.protocol.errors import ErrorCode, JobError
-from tokenmill.protocol.events import FinalEvent
+from tokenmill.protocol.events import Event, FinalEvent
 from tokenmill.protocol.result import Choice, ErrorInfo, Result, Status
 
 TWO = Script([["a", "b", "c"], ["d", "é"]], logprobs=True, ids=True)
@@ -114,7 +114,7 @@ def test_an_expired_stream_is_sent_whole_from_its_result(url: str) -> None:
 
 
 def test_tokens_without_text_are_sent_only_if_asked_for() -> None:
-    held = [PLAIN.start(1), PLAIN.event(1, 1, 0, 0, 2, held=2)]
+    held: list[Event] = [PLAIN.start(1), PLAIN.event(1, 1, 0, 0, 2, held=2)]
     assert feed(chunks_of(), held) == []
     asked = Script(PLAIN.choices, logprobs=True)
     sent = feed(chunks_of(), [asked.start(1), asked.event(1, 1, 0, 0, 2, held=2)])
