@@ -27,7 +27,8 @@ class Script:
     choices: Sequence[Sequence[str]]
     logprobs: bool = False
     ids: bool = False
-    job_id: str = "job"
+    reasons: Sequence[str] = ("stop", "length")
+    """Finish reasons of the choices, in turns."""
 
     def text(self, index: int) -> str:
         return "".join(self.choices[index])
@@ -72,14 +73,14 @@ class Script:
             Choice(
                 index,
                 self.text(index),
-                "stop" if index % 2 == 0 else "length",
+                self.reasons[index % len(self.reasons)],
                 logprobs={"content": self.content(index)} if self.logprobs else None,
                 token_ids=self.token_ids(index) if self.ids else None,
             )
             for index in range(len(self.choices))
         )
         usage = Usage(5, sum(map(len, self.choices)), 2)
-        given = {"id": self.job_id, "status": status, "model": "m", "choices": choices, "usage": usage, **changes}
+        given = {"id": "job", "status": status, "model": "m", "choices": choices, "usage": usage, **changes}
         return Result(**given)
 
     def final(self, status: Status = Status.SUCCEEDED, **changes: Any) -> FinalEvent:
@@ -112,7 +113,9 @@ def read(sent: Iterable[dict[str, Any]]) -> dict[int, Read]:
         for part in chunk["choices"]:
             choice = found[part["index"]]
             assert choice.finish_reason is None
-            if "delta" in part:
+            if "message" in part:
+                choice.text += part["message"]["content"]
+            elif "delta" in part:
                 assert ("role" in part["delta"]) == (choice.roles == 0), "the first chunk, and no other, has the role"
                 choice.roles += "role" in part["delta"]
                 choice.text += part["delta"].get("content") or ""
