@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from tokenmill.cli.options import settings_of, take_options
-from tokenmill.protocol.environment import CLERK, COMMANDS
+from tokenmill.protocol.environment import KNOWN
 from worker.settings import VARIABLES, Settings
 
 settings_from = Settings.of
@@ -13,7 +13,7 @@ settings_from = Settings.of
 
 def worker(**given: object) -> None:
     """Serve a model: read jobs from a queue, run them in one continuous batch, publish text and results."""
-    settings = settings_of(Settings, given, COMMANDS | CLERK | VARIABLES)
+    settings = settings_of(Settings, given, KNOWN | VARIABLES)
     from worker.service import main  # late: signals are caught before torch is imported, and `--help` stays fast
 
     raise typer.Exit(main(settings))

@@ -23,8 +23,9 @@ from types import FrameType
 import redis
 import structlog
 
+from tokenmill.cli.logs import configure
 from tokenmill.protocol.connection import redact
-from tokenmill.protocol.environment import CLERK, COMMANDS, misspelt
+from tokenmill.protocol.environment import KNOWN, misspelt
 from tokenmill.protocol.keys import Keys
 from tokenmill.protocol.version import version
 from worker.connections import Connections
@@ -34,7 +35,6 @@ from worker.jobs.logprobs import LogprobsWriter
 from worker.jobs.results import Results
 from worker.loading import Loaded, load, settle_heap
 from worker.loop import EngineLoop
-from worker.ops import logs
 from worker.ops.exits import Exit
 from worker.ops.health import Health, not_ready
 from worker.ops.links import Contact, RedisClock
@@ -334,8 +334,8 @@ class Worker:
 
 def main(settings: Settings, loader: Callable[[Settings], Loaded] = load) -> int:
     """Run a worker as this process, and return its exit status. Signals are caught before anything slow begins."""
-    logs.configure(settings.log_format, settings.log_level)
-    for wrong in misspelt(os.environ, COMMANDS | CLERK | VARIABLES):
+    configure(settings.log_format, settings.log_level)
+    for wrong in misspelt(os.environ, KNOWN | VARIABLES):
         message = "no setting has this name, so the variable has no effect"
         log.warning("variable_ignored", variable=wrong.name, nearest=wrong.nearest, message=message)
 

@@ -27,6 +27,8 @@ OPEN: Final = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json"})
 """Paths that need no key, and that are served while the gateway is full or shuts down."""
 MIN_BYTES_PER_SECOND: Final = 500
 """Slower bodies are given up after --body-timeout, even if no pause in them is that long."""
+MAX_HEADER_BYTES: Final = 64 * 1024
+"""Maximum size of the headers of a request."""
 BUSY_SECONDS: Final = 1.0
 """`Retry-After` of a gateway with --max-requests in flight, or one that shuts down."""
 
@@ -50,6 +52,8 @@ class Frame:
         self.in_flight += counted
         self.gateway.metrics.in_flight.set(self.in_flight)
         try:
+            if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+                raise ApiError(431, f"The headers are larger than {MAX_HEADER_BYTES} bytes.", code="too_large")
             if counted:
                 self._admit()
             await self.app(scope, receive, exchange.send)
@@ -96,7 +100,10 @@ class _Exchange:
         if known is None or self.status:
             log.error("request_failed", **self.fields(), exc_info=error)
         if not self.status:
-            await response_of(known or internal_error())(self.scope, receive, self.send)
+            response = response_of(known or internal_error())
+            if response.status_code in (408, 431):
+                response.headers["connection"] = "close"
+            await response(self.scope, receive, self.send)
 
     @property
     def route(self) -> str:
@@ -108,7 +115,7 @@ class _Exchange:
         caller = self.state.get("caller")
         return {
             "id": self.state.get("job_id") or self.id,
-            "method": self.scope["method"],
+            "method": self.scope["method"][:16],
             "route": self.route,
             "key": getattr(caller, "key", None) or None,
         }
@@ -132,8 +139,9 @@ class Origins:
 
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self.app = app
-        self.active = gateway.settings.api_keys is None
-        self.loopback = gateway.settings.loopback
+        settings = gateway.settings
+        self.active = settings.api_keys is None
+        self.loopback = settings.loopback and not settings.no_auth
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self.active:

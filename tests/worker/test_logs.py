@@ -12,6 +12,7 @@ import structlog
 from tests.support import eventually
 from tests.worker.fakes import POISON
 from tests.worker.harness import Queue, inside
+from tokenmill.cli.logs import configure
 from tokenmill.protocol.errors import ErrorCode
 from tokenmill.protocol.job import Identity
 from tokenmill.protocol.scripts import Ref, Scripts
@@ -92,7 +93,7 @@ def test_a_job_that_was_given_up_is_logged_at_the_level_of_its_cause(code: str, 
 def test_a_log_line_has_no_fields_without_a_value(capsys: pytest.CaptureFixture[str]) -> None:
     before = structlog.get_config()
     try:
-        logs.configure("json", "info")
+        configure("json", "info")
         structlog.get_logger().info("event", id="x", code=None)
     finally:
         structlog.configure(**before)

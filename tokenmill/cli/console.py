@@ -19,7 +19,7 @@ from tokenmill.client.core import JobLost
 from tokenmill.client.sync import Client
 from tokenmill.protocol.calls import EnqueueRefused, JobExists
 from tokenmill.protocol.connection import command_client, redact
-from tokenmill.protocol.environment import CLERK, COMMANDS, misspelt
+from tokenmill.protocol.environment import KNOWN, Misspelt, misspelt
 from tokenmill.protocol.errors import JobError
 from tokenmill.protocol.keys import NAME, is_name
 from tokenmill.protocol.url import check_url
@@ -95,13 +95,18 @@ def warn_of_variables(environ: Mapping[str, str], known: Collection[str] | None 
     """Print on stderr which environment variables look like misspelt settings.
 
     Args:
-        known: names of all settings; None: of the commands, the clerk and, where it can be imported, the worker.
+        known: names of all settings; None: those of every command and service.
     """
-    notes = list(misspelt(environ, COMMANDS | CLERK if known is None else known))
-    if notes and known is None:  # some may be settings of the worker, whose names take a while to import
-        notes = list(misspelt(environ, COMMANDS | CLERK | _variables_of_the_worker()))
-    for note in notes:
+    for note in unknown_variables(environ) if known is None else misspelt(environ, known):
         print(note, file=sys.stderr)
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[Misspelt]:
+    """Return the variables that look like misspelt settings of any command or service of this project."""
+    notes = list(misspelt(environ, KNOWN))
+    if notes:  # some may be settings of the worker, whose names take a while to import
+        notes = list(misspelt(environ, KNOWN | _variables_of_the_worker()))
+    return notes
 
 
 def _variables_of_the_worker() -> frozenset[str]:

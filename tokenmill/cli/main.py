@@ -73,7 +73,7 @@ def _common(
 ) -> None:
     """Handle the options that stand before the command."""
     prefer_ours()
-    if context.invoked_subcommand != "worker":  # it logs the warnings itself
+    if context.invoked_subcommand not in ("worker", "gateway"):  # they log the warnings themselves
         warn_of_variables(os.environ)
 
 

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from tokenmill.protocol.environment import PREFIX
+from tokenmill.protocol.environment import PREFIX, is_service_link
 
 _UNITS: Final = {"": 1, "b": 1} | {
     unit: factor**power
@@ -71,6 +71,8 @@ class _Environment(PydanticBaseSettingsSource):
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         value = os.environ.get(variable(field_name))
+        if value and is_service_link(variable(field_name), value):
+            value = None
         if value and field.annotation is bool:
             value = value.strip()  # as the command line does; pydantic strips numbers
         return value or None, field_name, False

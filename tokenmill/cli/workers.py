@@ -1,6 +1,6 @@
-"""The commands that run a worker, `worker` and `demo`: imported when they are called.
+"""The commands that need an extra of the package, `worker`, `gateway` and `demo`: imported when they are called.
 
-So a producer's machine needs neither torch nor the worker, and `tokenmill --help` imports neither.
+So a producer's machine needs neither torch nor a web server, and `tokenmill --help` imports neither.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Lazy(NamedTuple):
 
 LAZY = {
     "worker": Lazy("worker.cli:worker", "Serve a model: take jobs from a queue and answer them.", "worker"),
+    "gateway": Lazy("producer.gateway.cli:gateway", "Serve OpenAI's API over HTTP, through the queue.", "gateway"),
     "demo": Lazy("worker.demo.demo:demo", "Run real prompts through a real worker, to see it work.", "worker,demo"),
 }
 

@@ -22,6 +22,17 @@ CLERK: Final = frozenset(
         *("DANGEROUSLY_ALLOW_HTTP_CALLBACKS", "DANGEROUSLY_ALLOW_PRIVATE_CALLBACKS"),
     )
 )
+GATEWAY: Final = frozenset(
+    PREFIX + name
+    for name in (
+        *("HOST", "PORT", "API_KEYS", "NO_AUTH", "FILES", "REQUEST_TIMEOUT", "WORKER_TIMEOUT", "MAX_BODY_BYTES"),
+        *("MAX_FILE_BYTES", "MAX_REQUESTS", "HEADER_TIMEOUT", "BODY_TIMEOUT", "DRAIN_SECONDS", "BATCH_QUEUE"),
+        *("FILE_TTL_DAYS", "LOG_FORMAT", "LOG_LEVEL"),
+    )
+)
+"""Settings of the gateway beside `COMMANDS`; the clerk reads some of them, too."""
+KNOWN: Final = COMMANDS | CLERK | GATEWAY
+"""Every setting but those of the worker, which are many."""
 _TESTS: Final = PREFIX + "TEST_"
 _SERVICE_LINK: Final = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_|$)|_PORT_[0-9]+_(TCP|UDP|SCTP)(_|$)")
 """Variables that Kubernetes sets for a service whose name begins with `tokenmill`."""
@@ -39,17 +50,18 @@ class Misspelt(NamedTuple):
         return f"warning: the variable {self.name} is no setting of tokenmill and is ignored{hint}"
 
 
+def is_service_link(name: str, value: str) -> bool:
+    """Return whether a variable is the address that Kubernetes sets for a service, such as `TOKENMILL_PORT`."""
+    return name.endswith("_PORT") and "://" in value
+
+
 def misspelt(environ: Mapping[str, str], known: Iterable[str]) -> Iterator[Misspelt]:
     """Yield the variables whose names have the prefix `TOKENMILL_`, or nearly so, and are not in `known`."""
     names = sorted(known)
     short = [name.removeprefix(PREFIX) for name in names]
     for name in sorted(set(environ).difference(names)):
         if name.startswith(PREFIX):
-            if (
-                name.startswith(_TESTS)
-                or _SERVICE_LINK.search(name)
-                or (name.endswith("_PORT") and "://" in environ[name])
-            ):
+            if name.startswith(_TESTS) or _SERVICE_LINK.search(name) or is_service_link(name, environ[name]):
                 continue
             near = get_close_matches(name.removeprefix(PREFIX).upper(), short, n=1)
             yield Misspelt(name, PREFIX + near[0] if near else None)

@@ -1,4 +1,4 @@
-"""Logging of the worker process: structlog to stderr, as console lines or JSON lines, without prompts and outputs.
+"""The events that a worker logs, and their levels; `tokenmill.cli.logs` sets the log up. No prompts and outputs.
 
 Every line is an event of a fixed name with fields: `id` of the job, `code` of the wire protocol, `message`. Levels:
 info where the operator need not act; warning if a worker was lost, or Redis cannot be reached; error if the engine or a
@@ -8,8 +8,6 @@ thread failed. docs/reference.md lists the events.
 from __future__ import annotations
 
 import logging
-import sys
-from typing import Literal
 
 import structlog
 
@@ -41,33 +39,3 @@ def job_duplicate(job: Job) -> None:
     """Log that another entry with this job's id was accepted before, so that this entry is deleted."""
     message = "the id has its result already, or another entry with this id is queued or running; this entry is deleted"
     log.info("job_duplicate", **job.log_fields, message=message)
-
-
-def without_none(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Drop the fields that are None; a structlog processor."""
-    return {name: value for name, value in event.items() if value is not None}
-
-
-def configure(shape: Literal["console", "json"], level: str) -> None:
-    """Set up structlog for this process: the shape of the lines, and the least severe level that is logged."""
-    render: structlog.typing.Processor = (
-        structlog.processors.JSONRenderer()
-        if shape == "json"
-        # Plain: a traceback with local variables would show prompts and passwords.
-        else structlog.dev.ConsoleRenderer(
-            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
-        )
-    )
-    errors = [structlog.processors.format_exc_info] if shape == "json" else []
-    structlog.configure(
-        processors=[
-            without_none,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *errors,
-            render,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
-        cache_logger_on_first_use=False,
-    )

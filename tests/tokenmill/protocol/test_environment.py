@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill.protocol.environment import CLERK, COMMANDS, misspelt
+from tokenmill.protocol.environment import KNOWN as WITHOUT_WORKER
+from tokenmill.protocol.environment import misspelt
 from worker.settings import VARIABLES
 
-KNOWN = COMMANDS | CLERK | VARIABLES
+KNOWN = WITHOUT_WORKER | VARIABLES
 ROOT = Path(__file__).parents[3]
 
 
