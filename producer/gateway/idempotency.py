@@ -1,7 +1,7 @@
 """`Idempotency-Key`: a repeated POST is the same job.
 
     key = idempotency_key(request, caller, body)     # None without the header
-    first = await begin(gateway, key)                # ApiError 409: the key was used for another request
+    first = await begin(gateway, key, key.id)        # ApiError 409: the key was used for another request
     await forget(gateway, key)                       # nothing came of the request
 
 The id of the job is a hash of tenant and key. A fingerprint of the request lies in Redis for a day from its last use.
@@ -10,7 +10,7 @@ The id of the job is a hash of tenant and key. A fingerprint of the request lies
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -18,7 +18,9 @@ from starlette.requests import Request
 
 from producer.gateway.gateway import Gateway
 from producer.gateway.keys import Caller
+from producer.generations import generation_ids, generation_keys, is_over
 from tokenmill.openai.errors import ApiError
+from tokenmill.protocol.result import Result
 
 HEADER: Final = "Idempotency-Key"
 TTL_S: Final = 24 * 3600
@@ -56,23 +58,42 @@ def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-async def begin(gateway: Gateway, key: IdempotencyKey) -> bool:
-    """Note the use of a key; return whether it is the first.
+async def begin(gateway: Gateway, key: IdempotencyKey, job_id: str) -> bool:
+    """Note the use of a key for a job; return whether it is the first use.
 
     Raises:
-        ApiError: 409: the key was used for another request; 503: Redis is away.
+        ApiError: 409: the key was used for another request, or the job is of an unknown request; 503: Redis is away.
     """
-    name = gateway.client.keys.idempotency(key.id)
+    keys, redis = gateway.client.keys, gateway.client.redis
+    name = keys.idempotency(key.id)
     async with gateway.redis_limit():
-        pipe = gateway.client.redis.pipeline(transaction=True)
+        pipe = redis.pipeline(transaction=True)
         pipe.set(name, key.fingerprint, nx=True, ex=TTL_S)
         pipe.get(name)
-        first, known = await pipe.execute()
-        if known is not None and known.decode() != key.fingerprint:
+        pipe.exists(keys.job(job_id), keys.result(job_id), keys.delayed_job(job_id))
+        first, known, exists = await pipe.execute()
+        if first and exists:  # the fingerprint has expired, or the job was never one of this key
+            await redis.delete(name)
+            raise reused()
+        if known is None or known.decode() != key.fingerprint:
             raise reused()
         if not first:
-            await gateway.client.redis.expire(name, TTL_S)
+            await redis.expire(name, TTL_S)
     return bool(first)
+
+
+async def current_id(gateway: Gateway, key: IdempotencyKey, unanswered: Callable[[Result], bool]) -> str:
+    """Return the id of the job to submit or join: the first generation that has an answer for its client, or may get it.
+
+    Args:
+        unanswered: says of a result that its job ended because its client went away.
+    """
+    async with gateway.redis_limit():
+        for job_id in generation_ids(key.id, first=key.id):
+            values = await gateway.client.redis.mget(generation_keys(gateway.client.keys, job_id))
+            if not is_over(values, unanswered):
+                return job_id
+    raise RuntimeError("unreachable")
 
 
 async def forget(gateway: Gateway, key: IdempotencyKey) -> None:

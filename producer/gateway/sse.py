@@ -21,6 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from producer.gateway.errors import api_error, internal_error
 from producer.gateway.inflight import End, InFlight, Interrupted, Watch
+from producer.gateway.responses import shutting_down
 from tokenmill.openai.errors import ApiError
 
 log = structlog.get_logger()
@@ -61,11 +62,6 @@ def error_frame(error: ApiError) -> bytes:
 def named_error_frame(error: ApiError) -> bytes:
     """Return the last event of a stream of named events that failed."""
     return event_frame("error", None, error.body())
-
-
-def shutting_down() -> ApiError:
-    """Return the error of a request that a shutdown interrupts; its job goes on."""
-    return ApiError(503, "The gateway shuts down; the job goes on.", code="shutting_down", retry_after=1.0)
 
 
 class EventStream(Response):

@@ -91,6 +91,11 @@ def milliseconds(name: str, seconds: float) -> int:
     return round(seconds * 1000)
 
 
+def is_traceparent(text: str) -> bool:
+    """Return whether `text` is a W3C trace context that an entry may have."""
+    return _match(_TRACEPARENT, text.encode("utf-8", "replace")) is not None
+
+
 def identify(fields: Mapping[bytes, bytes]) -> Identity | None:
     """Read the identity of an entry whose other fields may be broken; None if its id is not usable."""
     job_id = _name(fields.get(b"id"))

@@ -22,7 +22,15 @@ def test_the_protocol_page_and_the_code_have_the_same_keys() -> None:
     rows = re.findall(r"^\| (`[^|]*) \|", section("Keys"), re.MULTILINE)
     documented = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
     keys = Keys("q")
-    ours = {*keys.lanes, keys.delayed, keys.dead, keys.callbacks, keys.meta, keys.worker("<name>")}
+    ours = {
+        *keys.lanes,
+        keys.delayed,
+        keys.dead,
+        keys.callbacks,
+        keys.meta,
+        keys.worker("<name>"),
+        keys.idempotency("<hash>"),
+    }
     ours |= {make("<id>") for make in (keys.job, keys.delayed_job, keys.out, keys.result, keys.cancel)}
     ours |= {keys.group("<gid>"), keys.group_out("<gid>"), keys.quota("<tenant>"), keys.running("<tenant>")}
     ours |= {

@@ -1,0 +1,245 @@
+"""`/v1/chat/completions`, `/v1/completions` and `/v1/embeddings`: one job for each request.
+
+The client's connection is the job's reason to run: a client that goes away, or a request that times out, cancels it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, Final
+
+from redis.exceptions import RedisError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from producer.gateway.idempotency import current_id, idempotency_key
+from producer.gateway.inflight import Claim, End, Interrupted
+from producer.gateway.rates import Charge, used
+from producer.gateway.requests import caller_of, gateway_of, read_json
+from producer.gateway.responses import JsonResponse, shutting_down
+from producer.gateway.sse import DONE, EventStream, Frames, data_frame
+from producer.gateway.submit import CANCEL_S, UNKNOWN, Order, entry_for, first_use, submit
+from tokenmill.client.core import JobLost
+from tokenmill.client.follow import TextRestarted
+from tokenmill.client.handles import AsyncJob
+from tokenmill.openai.errors import ApiError, error_of
+from tokenmill.openai.request import CHAT, COMPLETIONS, EMBEDDINGS, Streaming, streaming, translate
+from tokenmill.openai.response import chat_completion, completion
+from tokenmill.openai.stream import Chunks
+from tokenmill.protocol.calls import EnqueueRefused
+from tokenmill.protocol.events import FinalEvent
+from tokenmill.protocol.result import Result, Status
+
+TTL_MARGIN_S: Final = 30.0
+"""How much longer than its request a job may live, so that the gateway's time-out comes first."""
+TIMED_OUT: Final = "request timed out"
+RESTARTED: Final = "text changed after a restart"
+_UNANSWERED: Final = frozenset({End.GONE.value, End.STALLED.value, TIMED_OUT, RESTARTED, UNKNOWN})
+"""Reasons of the gateway's cancels: a repeated request with the same Idempotency-Key gets a new job."""
+_ANSWERS: Final = {CHAT: chat_completion, COMPLETIONS: completion}
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answer `POST /v1/chat/completions`."""
+    return await _generate(request, CHAT)
+
+
+async def completions(request: Request) -> Response:
+    """Answer `POST /v1/completions`."""
+    return await _generate(request, COMPLETIONS)
+
+
+async def embeddings(request: Request) -> Response:
+    """Answer `POST /v1/embeddings`."""
+    return await _generate(request, EMBEDDINGS)
+
+
+ROUTES = [
+    Route(CHAT, chat_completions, methods=["POST"]),
+    Route(COMPLETIONS, completions, methods=["POST"]),
+    Route(EMBEDDINGS, embeddings, methods=["POST"]),
+]
+
+
+async def _generate(request: Request, url: str) -> Response:
+    gateway, timeout = gateway_of(request), gateway_of(request).settings.request_timeout
+    work = _Work(request, url, await read_json(request))
+    clock = asyncio.timeout(timeout)
+    try:
+        async with gateway.inflight.watch(request.receive), clock:
+            await work.place()
+            return await work.stream() if work.streaming.on else await work.whole()
+    except Interrupted as interrupted:
+        work.end(interrupted.end)
+        if interrupted.end is End.CLOSING:
+            raise shutting_down() from None
+        raise ClientDisconnect from None
+    except TimeoutError:
+        if not clock.expired():
+            work.fail()
+            raise
+        work.abandon(TIMED_OUT)
+        raise ApiError(504, f"No answer within {timeout:g} s; the job is cancelled.", code="timeout") from None
+    except BaseException:
+        work.fail()
+        raise
+
+
+class _Work:
+    """One request, and its job.
+
+    Raises:
+        ApiError, JobError: the request is malformed.
+    """
+
+    def __init__(self, request: Request, url: str, body: Mapping[str, Any]) -> None:
+        self.gateway, self.caller = gateway_of(request), caller_of(request)
+        self._request, self._url = request, url
+        self.streaming = Streaming(False, False) if url == EMBEDDINGS else streaming(body)
+        self._body = translate(url, body, stream=True)
+        ttl = None if self.streaming.on else self.gateway.settings.request_timeout + TTL_MARGIN_S
+        self.entry = entry_for(self.gateway, request, self._body, ttl=ttl, tenant=self.caller.tenant)
+        self._key = idempotency_key(request, self.caller, body)
+        self._claim: Claim | None = None
+        self._job: AsyncJob | None = None
+        self._charge: Charge | None = None
+        self._tokens = 0
+        """Tokens that were received."""
+        self._begun = time.monotonic()
+
+    # ── the job ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def place(self) -> None:
+        """Submit the job, or join the job of an earlier request with the same Idempotency-Key."""
+        gateway, key = self.gateway, self._key
+        gateway.require_redis()
+        await gateway.workers.require(self._body.get("model"))
+        self._claim = await gateway.inflight.claim(self.entry.id if key is None else key.id)
+        first = await first_use(gateway, key, self.entry.id if key is None else key.id)
+        if key is not None:
+            self.entry = replace(self.entry, id=await current_id(gateway, key, _unanswered))
+        order = Order(self.caller, self.entry, self._body, self.caller.priority, key=key, first=first)
+        self._job = gateway.client.job(self.entry.id)
+        try:
+            self._charge = await submit(gateway, order)
+        except (EnqueueRefused, ApiError):
+            self._job = None
+            raise
+        self._job = AsyncJob(gateway.client, self.entry.id, known=True)
+        self._request.state.job_id = self.entry.id
+
+    @property
+    def job(self) -> AsyncJob:
+        assert self._job is not None
+        return self._job
+
+    # ── the answer ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def whole(self) -> Response:
+        """Wait for the result; return the answer."""
+        try:
+            result = await self.job.result()
+        except JobLost:
+            raise _lost(self.job.id) from None
+        self.end(None)
+        if not result.ok:
+            raise error_of(result)
+        return JsonResponse(_ANSWERS[self._url](self.job.id, result, int(time.time())))
+
+    async def stream(self) -> Response:
+        """Wait for the first text, or the end; return the answer.
+
+        Raises:
+            ApiError: the job ended without success, and without text.
+        """
+        frames = self._frames()
+        first = await anext(frames)
+        self.gateway.metrics.first_token.observe(time.monotonic() - self._begun)
+        self.gateway.metrics.streams.inc()
+        return EventStream(_behind(first, frames), self.gateway.inflight, on_end=self._stream_ended)
+
+    def _stream_ended(self, end: End | None) -> None:
+        self.gateway.metrics.streams.dec()
+        self.end(end)
+
+    async def _frames(self) -> Frames:
+        chunks = Chunks(
+            self._url,
+            self.job.id,
+            model=self._body.get("model") or "",
+            include_usage=self.streaming.include_usage,
+            created=int(time.time()),
+        )
+        try:
+            async with aclosing(self.job.stream()) as events:
+                async for event in events:
+                    parts = chunks.feed(event)
+                    if isinstance(event, FinalEvent):
+                        self.end(None)
+                    if parts:
+                        yield b"".join(map(data_frame, parts))
+        except TextRestarted:
+            self.abandon(RESTARTED)
+            message = "A worker was lost and another restarted the job, with another text. The job is cancelled."
+            raise ApiError(500, message, code="text_restarted") from None
+        except JobLost:
+            raise _lost(self.job.id) from None
+        except (RedisError, TimeoutError):
+            self.fail()
+            raise
+        if chunks.error is not None:
+            raise chunks.error
+        yield DONE
+
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def end(self, why: End | None) -> None:
+        """End the client's interest in the job: cancel it if the client went away."""
+        if why in (End.GONE, End.STALLED):
+            if self.abandon(why.value):
+                self.gateway.metrics.disconnects.inc()
+        elif self._claim is not None:
+            self._claim.release()
+
+    def fail(self) -> None:
+        """End a request that failed. A job that may have been submitted is cancelled, unless a retry may join it."""
+        if self._key is None:
+            self.abandon(UNKNOWN)
+        elif self._claim is not None:
+            self._claim.release()
+
+    def abandon(self, reason: str) -> bool:
+        """Cancel the job in the background, unless another client waits for it; return whether it is cancelled."""
+        if self._claim is None:
+            return False
+        if self._job is None:
+            self._claim.release()
+            return False
+        ttl = CANCEL_S if self.entry.ttl_ms is None else self.entry.ttl_ms / 1000
+        return self._claim.abandon(self._job, reason, ttl)
+
+
+def _unanswered(result: Result) -> bool:
+    """Return whether a job ended because its client went away or did not wait long enough."""
+    if result.status is Status.EXPIRED:
+        return True
+    return result.status is Status.CANCELLED and result.cancel_reason in _UNANSWERED
+
+
+def _lost(job_id: str) -> ApiError:
+    return ApiError(
+        503, f"Redis has lost job {job_id}; send the request again.", code="job_lost", retry_after=1.0
+    )
+
+
+async def _behind(first: bytes, frames: Frames) -> Frames:
+    """Yield `first` and then all frames."""
+    async with aclosing(frames):
+        yield first
+        async for frame in frames:
+            yield frame

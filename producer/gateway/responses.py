@@ -1,0 +1,27 @@
+"""Responses and errors that several routes share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from starlette.responses import JSONResponse
+
+from tokenmill.openai.errors import ApiError
+
+
+class JsonResponse(JSONResponse):
+    """A JSON response; `orjson.Fragment` values are copied as they are."""
+
+    def render(self, content: Any) -> bytes:
+        return orjson.dumps(content)
+
+
+def shutting_down() -> ApiError:
+    """Return the error of a request that a shutdown interrupts; its job goes on."""
+    return ApiError(503, "The gateway shuts down; the job goes on.", code="shutting_down", retry_after=1.0)
+
+
+def job_not_found(job_id: str) -> ApiError:
+    """Return the error of a job that is unknown, or belongs to another tenant."""
+    return ApiError(404, f"Job {job_id} is unknown, or its result has expired.", code="not_found")

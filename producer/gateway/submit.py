@@ -1,0 +1,99 @@
+"""Put the job of a request into the queue, with its rates and its Idempotency-Key.
+
+charge = await submit(gateway, caller, entry, priority, tokens=estimate(body), key=key)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from starlette.requests import Request
+
+from producer.gateway.gateway import REDIS_SECONDS, Gateway
+from producer.gateway.idempotency import IdempotencyKey, begin, forget, reused
+from producer.gateway.keys import Caller
+from producer.gateway.rates import Charge, estimate
+from tokenmill.client.core import entry_of
+from tokenmill.openai.errors import ApiError
+from tokenmill.protocol.calls import EnqueueRefused, JobExists
+from tokenmill.protocol.job import JobEntry, is_traceparent
+
+SUBMIT_S: Final = 1.0
+"""How long a submit waits for Redis."""
+CANCEL_S: Final = 3600.0
+"""How long the cancel of a job without a time to live is tried, and kept by Redis."""
+UNKNOWN: Final = "submit without an answer"
+"""The reason of a cancel: whether the queue took the job is unknown, and its client cannot find it."""
+
+
+def entry_for(gateway: Gateway, request: Request, body: Mapping[str, Any], **options: Any) -> JobEntry:
+    """Build the entry of a request's job and check it by the rules of the worker.
+
+    Args:
+        options: further arguments of `entry_of`.
+
+    Raises:
+        JobError: a worker would refuse the job.
+    """
+    trace = request.headers.get("traceparent", "")
+    return entry_of(
+        body,
+        traceparent=trace if is_traceparent(trace) else None,
+        max_bytes=gateway.settings.max_body_bytes,
+        **options,
+    )
+
+
+@dataclass(frozen=True)
+class Order:
+    """A checked job that is to be put into the queue."""
+
+    caller: Caller
+    entry: JobEntry
+    body: Mapping[str, Any]
+    """The body of the entry."""
+    priority: str
+    delay: float | None = None
+    key: IdempotencyKey | None = None
+    first: bool = True
+    """Whether this is the first use of `key`."""
+
+
+async def submit(gateway: Gateway, order: Order) -> Charge | None:
+    """Put a job into the queue; return what its caller's rates were charged.
+
+    Returns:
+        None if the job exists already and belongs to an earlier request with the same Idempotency-Key.
+
+    Raises:
+        ApiError: 409: the id is in use; 429: a rate of the caller is reached.
+        QueueFull, QuotaExceeded: the queue refused the job.
+        redis.RedisError, TimeoutError: Redis is away. The queue may have taken the job.
+    """
+    key, entry = order.key, order.entry
+    try:
+        charge = await gateway.rates.admit(order.caller, estimate(order.body))
+        try:
+            await gateway.client.submit_entry(entry, order.priority, delay=order.delay, timeout=SUBMIT_S)
+        except EnqueueRefused:
+            gateway.spawn(gateway.rates.settle(charge, 0))
+            raise
+    except JobExists:
+        if key is None:
+            raise ApiError(409, f"Job {entry.id} exists already.", code="job_exists", retry=False) from None
+        found = await gateway.client.lookup(entry.id, timeout=REDIS_SECONDS)
+        if found.tenant != entry.tenant:
+            raise reused() from None
+        return None
+    except (EnqueueRefused, ApiError):
+        if key is not None and order.first:
+            await forget(gateway, key)
+        raise
+    return charge
+
+
+async def first_use(gateway: Gateway, key: IdempotencyKey | None, job_id: str) -> bool:
+    """Note the use of an Idempotency-Key; return whether it is the first, as it is without a key."""
+    return key is None or await begin(gateway, key, job_id)
