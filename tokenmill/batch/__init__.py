@@ -7,8 +7,9 @@
 After a kill, the same call with the same files continues the run: no line is written twice, none is missing.
 """
 
+from tokenmill.batch.closing import cancel, close
 from tokenmill.batch.report import BatchError, BatchInvalid, BatchNotFound, BatchReport, BatchStopped, Fault, Progress
-from tokenmill.batch.runner import WINDOW, cancel, run
+from tokenmill.batch.runner import WINDOW, run
 
 __all__ = [
     "WINDOW",
@@ -20,5 +21,6 @@ __all__ = [
     "Fault",
     "Progress",
     "cancel",
+    "close",
     "run",
 ]

@@ -90,8 +90,17 @@ class Flights:
     while Redis is away.
     """
 
-    def __init__(self, client: Client, group: str, window: int, priority: str, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        client: Client,
+        group: str,
+        window: int,
+        priority: str,
+        stop: threading.Event,
+        tenant: str | None = None,
+    ) -> None:
         self._client, self._group, self._priority, self._stop = client, group, priority, stop
+        self._tenant = tenant
         self._window = window
         self._held: dict[str, Flight] = {}
         self._bytes = 0
@@ -120,7 +129,8 @@ class Flights:
         A request in flight gets a new job only if Redis has lost the old one.
         """
         entries = [
-            JobEntry(id=ready.flight.asked.job_id, body=ready.body, stream=False, group=self._group) for ready in batch
+            JobEntry(ready.flight.asked.job_id, ready.body, stream=False, group=self._group, tenant=self._tenant)
+            for ready in batch
         ]
         answers = self._patiently(lambda: self._client.submit_all(entries, self._priority))
         refused = []
@@ -161,6 +171,30 @@ class Flights:
         yield from self._fetch([i for i in dict.fromkeys(ids) if i in self._held] if ids else list(self._held))
         if not ids and time.monotonic() >= self._looked_for_lost + LOST_LOOK_S:
             self._find_lost()
+
+    def cancel(self, flights: Sequence[Flight], reason: str) -> list[bool]:
+        """Cancel requests that an earlier run submitted; return for each whether Redis knows its job.
+
+        The jobs that Redis knows are in flight from now on: `collect` yields them.
+        """
+        ids = [flight.asked.job_id for flight in flights]
+        known = [state is not None for state in self._patiently(lambda: self._client.states(ids))]
+        held = [flight for flight, there in zip(flights, known, strict=True) if there]
+        for flight in held:
+            self._take(flight)
+        ids = [flight.asked.job_id for flight in held]
+        self._patiently(lambda: self._client.cancel_all(ids, reason))
+        self._look += ids
+        return known
+
+    def lost(self) -> list[Flight]:
+        """Drop and return the requests whose jobs Redis no longer knows."""
+        return [self._held.pop(flight.asked.job_id) for flight in list(self._held.values()) if flight.since == -inf]
+
+    def drop(self) -> list[Flight]:
+        """Drop and return all requests; their jobs stay as they are."""
+        flights, self._held = list(self._held.values()), {}
+        return flights
 
     def _find_lost(self) -> None:
         """Make jobs overdue that Redis does not know any more, as after a restart without its data."""

@@ -287,11 +287,11 @@ class Outputs:
                 self.failed += not ok
             file.check_torn()
 
-    def begin(self, root: str) -> None:
+    def begin(self, root: str | None) -> None:
         """Prepare the files for appending: the first change to any file.
 
         Args:
-            root: `Keys.root` of the queue.
+            root: `Keys.root` of the queue; None: no request has been submitted, and none will be.
 
         Raises:
             BatchError: a file cannot be created or written; files that were created here have been removed again.

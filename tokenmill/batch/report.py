@@ -24,9 +24,14 @@ class BatchReport:
     failed: int
 
     @property
+    def done(self) -> int:
+        """Number of requests that have their line in an output."""
+        return self.succeeded + self.failed
+
+    @property
     def complete(self) -> bool:
         """Whether every request has its line; False only if the run was stopped."""
-        return self.succeeded + self.failed == self.total
+        return self.done == self.total
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,8 @@ class Fault(NamedTuple):
     code: str
     """OpenAI's code: `invalid_json_line`, `duplicate_custom_id`, `empty_file`, …"""
     message: str
+    param: str | None = None
+    """The key that is wrong, such as `custom_id` or `body.model`; None: no single key."""
 
     def __str__(self) -> str:
         where = "" if self.line is None else f"line {self.line}: "

@@ -28,19 +28,28 @@ Row = tuple[int, int, int, int, str]
 
 
 class _Bad(Exception):
-    def __init__(self, code: str, message: str) -> None:
-        self.code, self.message = code, message
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        self.code, self.message, self.param = code, message, param
 
 
 class Validator:
-    """Checks one file in one pass; holds the URL and the model that all lines must share."""
+    """Checks one file in one pass; holds the URL and the model that all lines must share.
 
-    def __init__(self, source: Source, stop: threading.Event) -> None:
+    Args:
+        url: the URL that all lines must have; None: that of the first line.
+    """
+
+    def __init__(self, source: Source, stop: threading.Event, url: str | None = None) -> None:
         self._source, self._stop = source, stop
-        self._url: str | None = None
+        self._asked, self._url = url, url
         self._model: str | None = None
         self._faults: list[Fault] = []
         self._count = 0
+
+    @property
+    def url(self) -> str:
+        """The URL of all lines, once `index` has returned."""
+        return self._url or ""
 
     def index(self) -> Index:
         """Check the file and return the index of its lines.
@@ -59,7 +68,7 @@ class Validator:
             index.seal()
             self._check_ids(index)
             if self._count == 0 and index.total == 0:
-                self._note(None, "empty_file", f"{self._source.path} holds no request")
+                self._note(Fault(None, "empty_file", f"{self._source.path} holds no request"))
             if self._count:
                 raise BatchInvalid(sorted(self._faults, key=_place)[:SHOWN_FAULTS], self._count)
         except BaseException:
@@ -72,7 +81,7 @@ class Validator:
             try:
                 yield self._row(raw)
             except _Bad as bad:
-                self._note(raw.number, bad.code, bad.message)
+                self._note(Fault(raw.number, bad.code, bad.message, bad.param))
 
     def _row(self, raw: Raw) -> Row:
         if raw.data is None:
@@ -83,19 +92,21 @@ class Validator:
     def _frame(self, line: dict[str, Any]) -> tuple[str, str, dict[str, Any]]:
         for key in _KEYS:
             if line.get(key) is None:
-                raise _Bad("missing_required_parameter", f"{key} is missing")
+                raise _Bad("missing_required_parameter", f"{key} is missing", key)
         unknown = next((key for key, value in line.items() if key not in _KEYS and value is not None), None)
         if unknown is not None:
-            raise _Bad("unknown_parameter", f"unknown key {clean(unknown, 64)!r}")
+            raise _Bad("unknown_parameter", f"unknown key {clean(unknown, 64)!r}", clean(unknown, 64))
         custom_id, method, url, body = (line[key] for key in _KEYS)
         if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
-            raise _Bad("invalid_custom_id", f"custom_id must be a string of 1 to {MAX_CUSTOM_ID} characters")
+            raise _Bad(
+                "invalid_custom_id", f"custom_id must be a string of 1 to {MAX_CUSTOM_ID} characters", "custom_id"
+            )
         if method != "POST":
-            raise _Bad("invalid_method", "method must be POST")
+            raise _Bad("invalid_method", "method must be POST", "method")
         if url not in URLS:
-            raise _Bad("invalid_url", f"url must be {' or '.join(URLS)}")
+            raise _Bad("invalid_url", f"url must be {' or '.join(URLS)}", "url")
         if not isinstance(body, dict):
-            raise _Bad("invalid_body", "body must be an object")
+            raise _Bad("invalid_body", "body must be an object", "body")
         self._check_common(url, body.get("model"))
         return custom_id, url, body
 
@@ -103,31 +114,36 @@ class Validator:
         if self._url is None:
             self._url = url
         if url != self._url:
-            raise _Bad("url_mismatch", f"url is {url}, in earlier lines {self._url}; a file has one url")
+            expected = (
+                f"in earlier lines {self._url}; a file has one url" if self._asked is None else f"not {self._asked}"
+            )
+            raise _Bad("url_mismatch", f"url is {url}, {expected}", "url")
         if model is None:
             return
         if not isinstance(model, str):
-            raise _Bad("invalid_model", "model must be a string")
+            raise _Bad("invalid_model", "model must be a string", "body.model")
         if self._model is None:
             self._model = model
         if model != self._model:
             raise _Bad(
                 "model_mismatch",
                 f"model is {clean(model, 64)!r}, in earlier lines {clean(self._model, 64)!r}; a file has one model",
+                "body.model",
             )
 
     def _check_ids(self, index: Index) -> None:
         for number, first in index.repeated():
-            self._note(number, "duplicate_custom_id", f"line {first} has the same custom_id", extra=True)
+            message = f"line {first} has the same custom_id"
+            self._note(Fault(number, "duplicate_custom_id", message, "custom_id"), extra=True)
 
-    def _note(self, number: int | None, code: str, message: str, extra: bool = False) -> None:
+    def _note(self, fault: Fault, extra: bool = False) -> None:
         """Count a fault, and keep it if it may belong to the first `SHOWN_FAULTS` of the file.
 
         Faults are noted in the order of lines, except `extra` faults, which are noted at the end.
         """
         self._count += 1
         if len(self._faults) < (2 if extra else 1) * SHOWN_FAULTS:
-            self._faults.append(Fault(number, code, message))
+            self._faults.append(fault)
 
 
 def _place(fault: Fault) -> int:

@@ -19,6 +19,7 @@ from typing import Any, Unpack
 
 from tokenmill.client.core import (
     Submit,
+    cancel_all_steps,
     finished_steps,
     forget_steps,
     make_submit,
@@ -38,6 +39,7 @@ from tokenmill.client.window import WINDOW, MapResult, Prompt, Window
 from tokenmill.protocol.calls import EnqueueRefused
 from tokenmill.protocol.job import JobEntry
 from tokenmill.protocol.keys import check_name
+from tokenmill.protocol.replies import CancelReply
 from tokenmill.protocol.result import Result
 from tokenmill.protocol.state import JobStatus
 from tokenmill.protocol.workers import WorkerInfo
@@ -174,6 +176,10 @@ class AsyncClient(AsyncTransport):
     async def states(self, ids: Sequence[str]) -> list[str | None]:
         """Same as `Client.states`."""
         return await self._once(states_steps(self.keys, ids))
+
+    async def cancel_all(self, ids: Sequence[str], reason: str = "user") -> list[CancelReply]:
+        """Same as `Client.cancel_all`."""
+        return await self._once(cancel_all_steps(self.keys, ids, reason))
 
     async def forget(self, ids: Sequence[str], group: str, entries: Sequence[str]) -> None:
         """Same as `Client.forget`."""

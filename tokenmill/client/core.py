@@ -317,6 +317,12 @@ def cancel_steps(keys: Keys, job_id: str, reason: str, ttl: int, deadline: Deadl
     return cancel_reply(reply)
 
 
+def cancel_all_steps(keys: Keys, ids: Sequence[str], reason: str) -> Once[list[CancelReply]]:
+    """Cancel many jobs."""
+    replies = (yield Run([cancel_call(keys, job_id, reason) for job_id in ids], outage_s=BRIEF_S)) if ids else []
+    return [cancel_reply(reply) for reply in replies]
+
+
 def abandon_steps(keys: Keys, ids: Sequence[str]) -> Once[None]:
     """Cancel the unfinished jobs of a `map` that was left early."""
     if ids:

@@ -31,6 +31,7 @@ from typing import Any, Unpack
 
 from tokenmill.client.core import (
     Submit,
+    cancel_all_steps,
     finished_steps,
     forget_steps,
     make_submit,
@@ -50,6 +51,7 @@ from tokenmill.client.window import WINDOW, MapResult, Prompt, Window
 from tokenmill.protocol.calls import EnqueueRefused
 from tokenmill.protocol.job import JobEntry
 from tokenmill.protocol.keys import check_name
+from tokenmill.protocol.replies import CancelReply
 from tokenmill.protocol.result import Result
 from tokenmill.protocol.state import JobStatus
 from tokenmill.protocol.workers import WorkerInfo
@@ -296,6 +298,14 @@ class Client(Transport):
             redis.RedisError: as `finished`.
         """
         return self._once(states_steps(self.keys, ids))
+
+    def cancel_all(self, ids: Sequence[str], reason: str = "user") -> list[CancelReply]:
+        """Cancel many jobs in one round trip; return what happened to each, as `Job.cancel`.
+
+        Raises:
+            redis.RedisError: Redis refuses the command, or stayed away for 30 s.
+        """
+        return self._once(cancel_all_steps(self.keys, ids, reason))
 
     def forget(self, ids: Sequence[str], group: str, entries: Sequence[str]) -> None:
         """Delete the keys of finished jobs, and their entries in a group's stream, before they expire.

@@ -2,64 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support import RedisServer, eventually
-from tests.tokenmill.batch.files import check_whole, read, request, write
+from tests.tokenmill.batch.files import read, request, write
+from tests.tokenmill.batch.running import Files, Later, requests
 from tests.tokenmill.mini import MiniWorker, Queue
 from tokenmill import batch
 from tokenmill.batch import BatchError, BatchInvalid, BatchReport, Progress, flight
 from tokenmill.client.sync import Client
 from tokenmill.protocol.body import parse_body
 from tokenmill.protocol.keys import Keys
-
-
-class Files:
-    def __init__(self, folder: Path, requests: list[Any]) -> None:
-        self.input = write(folder / "in.jsonl", requests)
-        self.output, self.errors = folder / "out.jsonl", folder / "err.jsonl"
-        self.ids = [one["custom_id"] for one in requests]
-
-    def run(self, client: Client, **options: Any) -> BatchReport:
-        return batch.run(self.input, self.output, self.errors, client=client, **options)
-
-    def check(self) -> None:
-        check_whole(self.ids, self.output, self.errors)
-
-
-class Later:
-    """A run on a thread of its own."""
-
-    def __init__(self, files: Files, client: Client, **options: Any) -> None:
-        self.stop = threading.Event()
-        self.told: list[Progress] = []
-        self.report: BatchReport | None = None
-        self.error: BaseException | None = None
-        options = {"stop": self.stop, "progress": self.told.append, **options}
-        self._thread = threading.Thread(target=self._go, args=(files, client, options))
-        self._thread.start()
-
-    def _go(self, files: Files, client: Client, options: dict[str, Any]) -> None:
-        try:
-            self.report = files.run(client, **options)
-        except BaseException as error:  # noqa: BLE001 - handed to the test
-            self.error = error
-
-    def join(self) -> BatchReport:
-        self._thread.join(30)
-        assert not self._thread.is_alive()
-        if self.error is not None:
-            raise self.error
-        assert self.report is not None
-        return self.report
-
-
-def requests(count: int) -> list[Any]:
-    return [request(f"r{number}", f"say {number}", max_tokens=10) for number in range(count)]
 
 
 def test_every_request_gets_one_line_and_failed_ones_go_to_the_error_file(
