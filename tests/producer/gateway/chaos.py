@@ -1,8 +1,9 @@
 """`python -m tests.producer.gateway.chaos --seed 1 --seeds 10`: a batch over HTTP while everything behind it is killed.
 
-A batch of `--lines` requests is uploaded, started, polled and read by plain HTTP, as a user's script does. Meanwhile the
-gateway, the clerk, its work horse, workers and Redis (with its append-only file) are killed by SIGKILL at random times,
-and started again a moment later, as a supervisor does. At the end each line has exactly one answer, the right one.
+A batch of `--lines` requests is uploaded, started, polled and read by plain HTTP, as a user's script does. Meanwhile
+the gateway, the clerk, its work horse, workers and Redis (with its append-only file) are killed by SIGKILL at random
+times, and started again a moment later, as a supervisor does. At the end each line has exactly one answer, the right
+one.
 """
 
 from __future__ import annotations
