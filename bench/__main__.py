@@ -14,6 +14,7 @@ import torch
 import typer
 
 from bench import attention as attention_bench
+from bench import gateway as gateway_bench
 from bench import growth as growth_bench
 from bench import measure, offline, queued
 from bench import pressure as pressure_bench
@@ -99,6 +100,17 @@ def publish(
 ) -> None:
     """Measure the worker's CPU time per token event through a real Redis, and the delay of the engine's steps."""
     raise typer.Exit(0 if publish_bench.report(streams, rate, seconds) else 1)
+
+
+@app.command()
+def gateway(
+    clients: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 200,
+    rate: Annotated[float, typer.Option(min=1, help="Tokens per second of each stream.")] = 10.0,
+    tokens: Annotated[int, typer.Option(min=2, max=200, help="Tokens of each stream.")] = 100,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds of each kind; they alternate.")] = 3,
+) -> None:
+    """Measure streams over HTTP against readers on Redis: first tokens, gaps, and the gateway's memory."""
+    raise typer.Exit(0 if gateway_bench.report(clients, rate, tokens, rounds) else 1)
 
 
 @app.command()

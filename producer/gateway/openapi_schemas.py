@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from tokenmill.openai.request import URLS
 from tokenmill.protocol.body import Body
 
 Json = dict[str, Any]
@@ -137,8 +138,8 @@ _REQUESTS: Json = {
     "BatchRequest": _object(
         {
             "input_file_id": _TEXT,
-            "endpoint": {"enum": ["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]},
-            "completion_window": {"type": "string", "pattern": "^[1-9][0-9]{0,5}[smhd]$", "examples": ["24h"]},
+            "endpoint": {"enum": [*URLS]},
+            "completion_window": {"type": "string", "pattern": "^[0-9]{1,9}[smhd]$", "examples": ["24h"]},
             "metadata": _METADATA,
             "output_expires_after": _nullable({"type": "object"}),
         },
