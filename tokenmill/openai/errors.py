@@ -28,7 +28,8 @@ _HTTP = {
 """HTTP status codes of errors of the request itself; every other error is 500."""
 _OPENAI = {ErrorCode.PROMPT_TOO_LONG: "context_length_exceeded", ErrorCode.MODEL_MISMATCH: "model_not_found"}
 """OpenAI's codes for errors that have another name there."""
-_PARAM = re.compile(r"([a-z_]+)[.:]|unknown key '([^']+)'")
+_PARAM = re.compile(r"(?!body:)([a-z_]+)[.:]|unknown key '([^']+)'")
+"""How a message names the wrong key. `body` is the whole request, which has no key in OpenAI's API."""
 
 
 class ApiError(TokenmillError):

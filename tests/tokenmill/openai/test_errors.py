@@ -38,6 +38,7 @@ def test_an_error_has_no_headers_unless_asked() -> None:
         ("unknown key 'topp'", "topp"),
         ("unknown key 'messages.0.foo'", "messages.0.foo"),
         ("something is wrong", None),
+        ("body: must be an object", None),
     ],
 )
 def test_a_refused_body_names_the_key_as_param(message: str, param: str | None) -> None:

@@ -133,6 +133,21 @@ def test_equal_text_after_a_restart_is_yielded_once_however_it_is_split(text: st
     assert follow(*((1, char) for char in text[:died]), *second) == text
 
 
+@pytest.mark.parametrize("whole", ["", "a"])
+def test_a_result_with_less_text_than_was_yielded_is_reported_if_the_job_succeeded(whole: str) -> None:
+    for status in Status:
+        follower = TextFollower()
+        follower.feed(TokenEvent("1-1", 1, 1, 0, "ab", 1))
+        follower.feed(StartEvent("2-0", 2, "w", 2, 1))
+        result = Result("job", status, choices=(Choice(0, whole, "stop"),))
+        if status is Status.SUCCEEDED:
+            with pytest.raises(TextRestarted):
+                follower.feed(FinalEvent("9-0", status, result))
+            assert follower.restart() == whole
+        else:
+            assert follower.feed(FinalEvent("9-0", status, result)) == ""
+
+
 def test_different_text_after_a_restart_is_reported() -> None:
     with pytest.raises(TextRestarted):
         follow((1, "ab"), (2, "a"), (2, "x"))
