@@ -12,6 +12,7 @@ from typing import Any, Final
 import structlog
 from redis.exceptions import RedisError
 
+from producer.gateway.inflight import InFlight
 from producer.gateway.metrics import Metrics
 from producer.gateway.settings import GatewaySettings
 from tokenmill.client.aio import AsyncClient
@@ -49,7 +50,12 @@ class Gateway:
     """Set --drain-seconds after `drain`: running requests end now; their jobs go on."""
     redis_up: bool = True
     """Whether Redis answered the last ping."""
+    inflight: InFlight = field(init=False)
+    """The requests that wait for a job."""
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.inflight = InFlight(self.deadline)
 
     def require_redis(self) -> None:
         """Raise the error of a request that needs Redis, if Redis does not answer.
@@ -109,7 +115,8 @@ class Gateway:
             log.warning("redis_away", url=where, message=str(error) or "no answer")
 
     async def close(self) -> None:
-        """Cancel the background tasks and close the connections."""
+        """Finish the cancels of jobs, cancel the other background tasks and close the connections."""
+        await self.inflight.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

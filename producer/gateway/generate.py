@@ -32,7 +32,7 @@ from tokenmill.openai.request import CHAT, COMPLETIONS, EMBEDDINGS, Streaming, s
 from tokenmill.openai.response import chat_completion, completion
 from tokenmill.openai.stream import Chunks
 from tokenmill.protocol.calls import EnqueueRefused
-from tokenmill.protocol.events import FinalEvent
+from tokenmill.protocol.events import Event, FinalEvent, StartEvent, TokenEvent
 from tokenmill.protocol.result import Result, Status
 
 TTL_MARGIN_S: Final = 30.0
@@ -124,14 +124,13 @@ class _Work:
         if key is not None:
             self.entry = replace(self.entry, id=await current_id(gateway, key, _unanswered))
         order = Order(self.caller, self.entry, self._body, self.caller.priority, key=key, first=first)
-        self._job = gateway.client.job(self.entry.id)
+        self._job, self._request.state.job_id = gateway.client.job(self.entry.id), self.entry.id
         try:
             self._charge = await submit(gateway, order)
         except (EnqueueRefused, ApiError):
-            self._job = None
+            self._job = self._request.state.job_id = None
             raise
         self._job = AsyncJob(gateway.client, self.entry.id, known=True)
-        self._request.state.job_id = self.entry.id
 
     @property
     def job(self) -> AsyncJob:
@@ -146,7 +145,7 @@ class _Work:
             result = await self.job.result()
         except JobLost:
             raise _lost(self.job.id) from None
-        self.end(None)
+        self._ended(result)
         if not result.ok:
             raise error_of(result)
         return JsonResponse(_ANSWERS[self._url](self.job.id, result, int(time.time())))
@@ -161,7 +160,7 @@ class _Work:
         first = await anext(frames)
         self.gateway.metrics.first_token.observe(time.monotonic() - self._begun)
         self.gateway.metrics.streams.inc()
-        return EventStream(_behind(first, frames), self.gateway.inflight, on_end=self._stream_ended)
+        return EventStream(frames, self.gateway.inflight, first=first, on_end=self._stream_ended)
 
     def _stream_ended(self, end: End | None) -> None:
         self.gateway.metrics.streams.dec()
@@ -179,8 +178,7 @@ class _Work:
             async with aclosing(self.job.stream()) as events:
                 async for event in events:
                     parts = chunks.feed(event)
-                    if isinstance(event, FinalEvent):
-                        self.end(None)
+                    self._note(event)
                     if parts:
                         yield b"".join(map(data_frame, parts))
         except TextRestarted:
@@ -196,7 +194,28 @@ class _Work:
             raise chunks.error
         yield DONE
 
+    def _note(self, event: Event) -> None:
+        """Count the tokens of an event."""
+        match event:
+            case StartEvent():
+                self._tokens = event.prompt_tokens or 0
+            case TokenEvent():
+                self._tokens += event.tokens
+            case FinalEvent():
+                self._ended(event.result)
+
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _ended(self, result: Result | None) -> None:
+        """Note that the job has ended."""
+        self.end(None)
+        self._settle(self._tokens if result is None else used(result))
+
+    def _settle(self, tokens: int) -> None:
+        """Correct what the request was charged for its tokens, once."""
+        charge, self._charge = self._charge, None
+        if charge is not None and charge.slot is not None:
+            self.gateway.spawn(self.gateway.rates.settle(charge, tokens))
 
     def end(self, why: End | None) -> None:
         """End the client's interest in the job: cancel it if the client went away."""
@@ -220,6 +239,8 @@ class _Work:
         if self._job is None:
             self._claim.release()
             return False
+        if self._charge is not None:
+            self._settle(max(self._charge.tokens, self._tokens))
         ttl = CANCEL_S if self.entry.ttl_ms is None else self.entry.ttl_ms / 1000
         return self._claim.abandon(self._job, reason, ttl)
 
@@ -232,14 +253,4 @@ def _unanswered(result: Result) -> bool:
 
 
 def _lost(job_id: str) -> ApiError:
-    return ApiError(
-        503, f"Redis has lost job {job_id}; send the request again.", code="job_lost", retry_after=1.0
-    )
-
-
-async def _behind(first: bytes, frames: Frames) -> Frames:
-    """Yield `first` and then all frames."""
-    async with aclosing(frames):
-        yield first
-        async for frame in frames:
-            yield frame
+    return ApiError(503, f"Redis has lost job {job_id}; send the request again.", code="job_lost", retry_after=1.0)

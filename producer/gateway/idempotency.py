@@ -83,7 +83,7 @@ async def begin(gateway: Gateway, key: IdempotencyKey, job_id: str) -> bool:
 
 
 async def current_id(gateway: Gateway, key: IdempotencyKey, unanswered: Callable[[Result], bool]) -> str:
-    """Return the id of the job to submit or join: the first generation that has an answer for its client, or may get it.
+    """Return the id of the job to submit or join: the first generation that has or may get an answer.
 
     Args:
         unanswered: says of a result that its job ended because its client went away.

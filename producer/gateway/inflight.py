@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Final
 
 import structlog
 from redis.exceptions import RedisError
@@ -100,7 +100,8 @@ class InFlight:
         self._deadline = deadline
         self._watches: set[Watch] = set()
         self._claims: dict[str, int] = {}
-        self._cancels: dict[str, asyncio.Task[None]] = {}
+        self._cancels: dict[asyncio.Task[None], str] = {}
+        """Cancels that are under way → name of the job."""
         self._closer: asyncio.Task[None] | None = None
 
     @asynccontextmanager
@@ -149,9 +150,9 @@ class InFlight:
             name: the job's id without its generation.
         """
         self._claims[name] = self._claims.get(name, 0) + 1
-        if (cancel := self._cancels.get(name)) is not None:
+        if cancels := [task for task, of in self._cancels.items() if of == name]:
             try:
-                await asyncio.wait({cancel})
+                await asyncio.wait(cancels)
             except BaseException:
                 self.leave(name)
                 raise
@@ -166,25 +167,16 @@ class InFlight:
 
     def cancel(self, name: str, job: AsyncJob, reason: str, ttl: float) -> None:
         """Cancel a job in the background; see `Claim.abandon`."""
-        self._spawn(name, _cancel(job, reason, ttl))
-
-    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._cancels[name] = task
-
-        def ended(_: asyncio.Task[None]) -> None:
-            if self._cancels.get(name) is task:
-                del self._cancels[name]
-
-        task.add_done_callback(ended)
+        task = asyncio.create_task(_cancel(job, reason, ttl))
+        self._cancels[task] = name
+        task.add_done_callback(lambda task: self._cancels.pop(task, None))
 
     async def close(self) -> None:
         """Finish the cancels that were begun, for `CLOSE_S` at most."""
         if self._closer is not None:
             self._closer.cancel()
-        running = set(self._cancels.values())
-        if running:
-            _, late = await asyncio.wait(running, timeout=CLOSE_S)
+        if self._cancels:
+            _, late = await asyncio.wait(list(self._cancels), timeout=CLOSE_S)
             for task in late:
                 task.cancel()
 

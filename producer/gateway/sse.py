@@ -70,6 +70,7 @@ class EventStream(Response):
     Args:
         frames: what is sent. An exception of it becomes the last frame.
         inflight: the waits of the gateway.
+        first: a frame that was taken from `frames` before.
         on_end: called once: with None if the frames ended or failed, otherwise with what ended the stream before.
         failure: makes the last frame of a stream that failed.
     """
@@ -81,12 +82,14 @@ class EventStream(Response):
         frames: Frames,
         inflight: InFlight,
         *,
+        first: bytes = b"",
         on_end: Callable[[End | None], None],
         failure: Callable[[ApiError], bytes] = error_frame,
     ) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
-        self._frames, self._inflight, self._on_end, self._failure = frames, inflight, on_end, failure
+        self._frames, self._inflight, self._first = frames, inflight, first
+        self._on_end, self._failure = on_end, failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         end: End | None = None
@@ -106,6 +109,8 @@ class EventStream(Response):
 
     async def _pump(self, line: _Line) -> None:
         try:
+            if self._first:
+                await line.send_frame(self._first)
             async for frame in self._frames:
                 await line.send_frame(frame)
         except Interrupted:
