@@ -114,10 +114,8 @@ class Validator:
         if self._url is None:
             self._url = url
         if url != self._url:
-            expected = (
-                f"in earlier lines {self._url}; a file has one url" if self._asked is None else f"not {self._asked}"
-            )
-            raise _Bad("url_mismatch", f"url is {url}, {expected}", "url")
+            others = "that of the batch is" if self._asked else "in earlier lines"
+            raise _Bad("url_mismatch", f"url is {url}, {others} {self._url}; a file has one url", "url")
         if model is None:
             return
         if not isinstance(model, str):

@@ -168,7 +168,7 @@ def test_a_job_that_redis_loses_during_the_close_gets_the_error_line(
     worker = MiniWorker(queue)
     worker.start()
     eventually(lambda: [queue.redis.hget(key, "state") for key in jobs(queue)] == [b"running"])
-    worker._cancelled = lambda _: None  # type: ignore[method-assign]
+    monkeypatch.setattr(worker, "_cancelled", lambda _: None)
     later = Later(files, client, Files.close)
     eventually(lambda: later.told and later.told[-1].in_flight == 1)
     queue.redis.delete(*queue.redis.scan_iter(match=queue.keys.root + "*"))
@@ -186,7 +186,7 @@ def test_a_stopped_close_is_continued_by_the_next(
     worker = MiniWorker(queue)
     worker.start()
     eventually(lambda: queue.depth() == 3 and b"running" in [queue.redis.hget(key, "state") for key in jobs(queue)])
-    worker._cancelled = lambda _: None  # type: ignore[method-assign]
+    monkeypatch.setattr(worker, "_cancelled", lambda _: None)
     later = Later(files, client, Files.close)
     eventually(lambda: later.told and later.told[-1].in_flight == 1)
     later.stop.set()

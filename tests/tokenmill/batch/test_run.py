@@ -277,6 +277,35 @@ def test_inputs_and_outputs_are_kept_apart(tmp_path: Path, client: Client) -> No
         files.run(client, priority="urgent")
 
 
+def test_no_request_of_a_file_with_another_url_is_submitted(tmp_path: Path, client: Client, queue: Queue) -> None:
+    files = Files(tmp_path, requests(3))
+    with pytest.raises(BatchInvalid, match="url_mismatch"):
+        files.run(client, url="/v1/chat/completions")
+    assert queue.depth() == 0
+    with pytest.raises(ValueError, match="url: must be one of"):
+        files.run(client, url="/v1/files")
+
+
+def test_the_requests_of_a_run_count_against_the_quota_of_its_tenant(
+    tmp_path: Path, client: Client, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flight, "IDLE_MS", 50)
+    queue.redis.hset(queue.keys.meta, "max_per_tenant", 2)
+    files = Files(tmp_path, requests(9))
+    later = Later(files, client, url="/v1/completions", tenant="acme")
+    eventually(lambda: queue.depth() == 2)
+    tenants = [fields[b"tenant"] for _, fields in queue.redis.xrange(queue.keys.lane("normal"))]
+    assert tenants == [b"acme", b"acme"]
+    worker = MiniWorker(queue)
+    worker.start()
+    assert later.join() == BatchReport(9, 9, 0)
+    worker.stop()
+    assert worker.most == 2
+    files.check()
+    with pytest.raises(ValueError, match="tenant: must match"):
+        files.run(client, tenant="a b")
+
+
 def test_two_files_in_one_process_do_not_mix(tmp_path: Path, client: Client, worker: MiniWorker) -> None:
     made = []
     for name in ("a", "b"):

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.tokenmill.batch.files import CHAT, request, write
+from tests.tokenmill.batch.files import CHAT, COMPLETIONS, request, write
 from tokenmill.batch.report import SHOWN_FAULTS, BatchInvalid, BatchStopped
 from tokenmill.batch.source import Source
 from tokenmill.batch.validate import Validator
 
 
-def validate(path: Path) -> list[int]:
+def validate(path: Path, url: str | None = None) -> list[int]:
     """The numbers of the planned lines."""
     with Source(path, path.parent) as source:
-        index = Validator(source, threading.Event()).index()
+        index = Validator(source, threading.Event(), url).index()
         planned = [line.number for line in index.plan()]
         index.close()
         return planned
@@ -66,6 +66,38 @@ def without(key: str) -> dict[str, Any]:
 def test_each_fault_has_its_line_and_code(tmp_path: Path, line: Any, code: str) -> None:
     path = write(tmp_path / "in.jsonl", [request("first"), "", line, request("last")])
     assert faults(path) == [(3, code)]
+
+
+def test_a_line_with_another_url_than_that_of_the_batch_is_a_fault(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", [request("a"), request("b", url=CHAT), request("c")])
+    with pytest.raises(BatchInvalid) as invalid:
+        validate(path, CHAT)
+    assert [fault.line for fault in invalid.value.faults] == [1, 3]
+    assert {(fault.code, fault.param) for fault in invalid.value.faults} == {("url_mismatch", "url")}
+    assert "that of the batch is /v1/chat/completions" in str(invalid.value)
+    assert validate(write(tmp_path / "in.jsonl", [request("a")]), COMPLETIONS) == [1]
+
+
+@pytest.mark.parametrize(
+    ("line", "param"),
+    [
+        ("{", None),
+        (without("method"), "method"),
+        ({**request("x"), "extra": 1}, "extra"),
+        ({**request("x"), "custom_id": 7}, "custom_id"),
+        ({**request("x"), "method": "GET"}, "method"),
+        ({**request("x"), "url": "/"}, "url"),
+        ({**request("x"), "body": []}, "body"),
+        (request("x", model=["m"]), "body.model"),
+        (request("x", model="other"), "body.model"),
+        (request("first"), "custom_id"),
+    ],
+)
+def test_a_fault_of_one_key_names_it(tmp_path: Path, line: Any, param: str | None) -> None:
+    path = write(tmp_path / "in.jsonl", [request("first"), line])
+    with pytest.raises(BatchInvalid) as invalid:
+        validate(path)
+    assert [fault.param for fault in invalid.value.faults] == [param]
 
 
 def test_bytes_that_are_not_utf8_are_an_invalid_line(tmp_path: Path) -> None:
