@@ -16,8 +16,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
+from producer.gateway.auth import Auth
 from producer.gateway.errors import http_exception
 from producer.gateway.gateway import Gateway
+from producer.gateway.keys import KeyRing
 from producer.gateway.middleware import Bodies, Frame, Origins
 from producer.gateway.settings import GatewaySettings
 from tokenmill.client.aio import AsyncClient
@@ -33,9 +35,13 @@ def build(settings: GatewaySettings, *, client: AsyncClient | None = None) -> St
 
     Args:
         client: reaches the queue; by default made from the settings. It is closed at the end of the lifespan.
+
+    Raises:
+        KeysError: the file --api-keys is wrong.
     """
+    keys = None if settings.api_keys is None else KeyRing(settings.api_keys)
     client = client or AsyncClient(settings.redis, settings.queue, prefix=settings.prefix)
-    gateway = Gateway(settings, client)
+    gateway = Gateway(settings, client, keys=keys)
     app = Starlette(
         routes=_routes(),
         lifespan=_lifespan,
@@ -43,6 +49,7 @@ def build(settings: GatewaySettings, *, client: AsyncClient | None = None) -> St
         middleware=[
             Middleware(Frame, gateway=gateway),
             Middleware(Origins, gateway=gateway),
+            Middleware(Auth, gateway=gateway),
             Middleware(Bodies, gateway=gateway),
         ],
     )
@@ -61,6 +68,8 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     """Watch Redis while the application runs; close its connections afterwards."""
     gateway: Gateway = app.state.gateway
     gateway.spawn(gateway.watch_redis(), "watch_redis")
+    if gateway.keys is not None:
+        gateway.spawn(gateway.keys.watch(), "watch_api_keys")
     try:
         yield
     finally:

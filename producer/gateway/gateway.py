@@ -13,8 +13,11 @@ import structlog
 from redis.exceptions import RedisError
 
 from producer.gateway.inflight import InFlight
+from producer.gateway.keys import KeyRing
 from producer.gateway.metrics import Metrics
+from producer.gateway.rates import Rates
 from producer.gateway.settings import GatewaySettings
+from producer.gateway.workers import LiveWorkers
 from tokenmill.client.aio import AsyncClient
 from tokenmill.openai.errors import ApiError
 from tokenmill.protocol.connection import redact
@@ -36,11 +39,11 @@ class Gateway:
     settings: GatewaySettings
     client: AsyncClient
     metrics: Metrics = field(default_factory=Metrics)
-    keys: Any = None
+    keys: KeyRing | None = None
     """The API keys; None: requests need no key."""
-    rates: Any = None
+    rates: Rates = field(init=False)
     """Requests and tokens a minute of each key."""
-    workers: Any = None
+    workers: LiveWorkers = field(init=False)
     """The live workers of the queue."""
     storage: Any = None
     """Files and batches; None without --files."""
@@ -56,6 +59,8 @@ class Gateway:
 
     def __post_init__(self) -> None:
         self.inflight = InFlight(self.deadline)
+        self.rates = Rates(self.client)
+        self.workers = LiveWorkers(self.client, self.settings.worker_timeout)
 
     def require_redis(self) -> None:
         """Raise the error of a request that needs Redis, if Redis does not answer.

@@ -28,7 +28,7 @@ async def _not_ready(gateway: Gateway) -> str | None:
         return "shutting down"
     if not gateway.redis_up:
         return "Redis does not answer"
-    if gateway.workers is not None and not await gateway.workers.live():
+    if not await gateway.workers.live():
         return f"queue {gateway.settings.queue} has no live worker"
     return None
 

@@ -1,4 +1,4 @@
-"""ASGI middleware of the gateway, from outside to inside: `Frame`, `Origins`, `Bodies`.
+"""ASGI middleware of the gateway, from outside to inside: `Frame`, `Origins`, `auth.Auth`, `Bodies`.
 
 They are plain ASGI: Starlette's BaseHTTPMiddleware would hide a client that goes away.
 """

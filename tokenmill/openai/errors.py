@@ -67,8 +67,8 @@ class ApiError(TokenmillError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer: `Retry-After`, and `x-should-retry`, which OpenAI's packages obey."""
-        headers = {}
+        """Headers of the answer: `Retry-After`, `x-should-retry`, which OpenAI's packages obey, `WWW-Authenticate`."""
+        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
         if not self.retry:

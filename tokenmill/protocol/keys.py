@@ -148,6 +148,9 @@ class Keys:
     def worker(self, name: str) -> str:
         return f"{self.root}worker:{name}"
 
+    def rate(self, key: str) -> str:
+        return f"{self.root}rate:{key}"
+
     @property
     def meta(self) -> str:
         return f"{self.root}meta"

@@ -40,6 +40,8 @@ def test_the_protocol_page_and_the_code_have_the_same_keys() -> None:
         keys.reading,
         keys.callbacks_delayed,
         keys.callbacks_dead,
+        keys.rate("<key>"),
+        keys.idempotency("<hash>"),
     }
     assert {key.removeprefix("tokenmill:{q}:") for key in ours} == documented
 
