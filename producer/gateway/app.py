@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
+from producer.files.folder import Folder
 from producer.gateway.errors import http_exception
 from producer.gateway.gateway import Gateway
 from producer.gateway.middleware import Bodies, Frame, Origins
@@ -35,7 +36,7 @@ def build(settings: GatewaySettings, *, client: AsyncClient | None = None) -> St
         client: reaches the queue; by default made from the settings. It is closed at the end of the lifespan.
     """
     client = client or AsyncClient(settings.redis, settings.queue, prefix=settings.prefix)
-    gateway = Gateway(settings, client)
+    gateway = Gateway(settings, client, storage=None if settings.files is None else Folder(settings.files))
     app = Starlette(
         routes=_routes(),
         lifespan=_lifespan,

@@ -12,6 +12,7 @@ from typing import Any, Final
 import structlog
 from redis.exceptions import RedisError
 
+from producer.files.storage import Storage
 from producer.gateway.metrics import Metrics
 from producer.gateway.settings import GatewaySettings
 from tokenmill.client.aio import AsyncClient
@@ -41,7 +42,7 @@ class Gateway:
     """Requests and tokens a minute of each key."""
     workers: Any = None
     """The live workers of the queue."""
-    storage: Any = None
+    storage: Storage | None = None
     """Files and batches; None without --files."""
     drain: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the gateway shuts down: no new request is served."""
