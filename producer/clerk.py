@@ -13,22 +13,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
 from rq import Queue, Repeat
-from rq.exceptions import NoSuchJobError
-from rq.job import Job, JobStatus
+from rq.job import Job
 
-from producer.jobs import place
+from producer.jobs import FILES, place, storage_of
+from producer.rqqueue import FOREVER, keep_going
 from producer.rqworker import SteadyWorker
 from producer.webhook import WebhookSettings
 from tokenmill.cli.console import warn_of_variables
-
-FOREVER: Final = 2**31 - 1
-"""Number of repeats of a chore."""
-LOST_AFTER: Final = timedelta(minutes=1)
-"""Time after which a chore that is `queued`, but in no queue, counts as lost."""
 
 
 class Chore(NamedTuple):
@@ -40,9 +34,16 @@ class Chore(NamedTuple):
     """Seconds between two runs."""
     timeout_s: int
     """Time limit of one run."""
+    needs: str | None = None
+    """Environment variable without which the chore does not run."""
 
 
-CHORES: Final = (Chore("deliver_callbacks", 1, 180), Chore("janitor", 300, 180))
+CHORES: Final = (
+    Chore("deliver_callbacks", 1, 180),
+    Chore("janitor", 300, 180),
+    Chore("tend_batches", 10, 180, FILES),
+    Chore("clean_files", 300, 1800, FILES),
+)
 """`deliver_callbacks` runs for most of a minute at a time; in its pauses the worker runs other jobs."""
 
 
@@ -68,7 +69,7 @@ class ClerkWorker(SteadyWorker):
         """Run RQ's maintenance, then enqueue the chores that are not under way."""
         super().run_maintenance_tasks()  # type: ignore[no-untyped-call]
         for chore in CHORES:
-            keep_going(self.queues[0], chore)
+            keep_chore(self.queues[0], chore)
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
@@ -81,32 +82,20 @@ def check_environment(environ: Mapping[str, str]) -> None:
     try:
         place(environ)
         WebhookSettings.of(environ)
+        if environ.get(FILES):
+            storage_of(environ)
     except ValueError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def keep_going(queue: Queue, chore: Chore) -> None:
+def keep_chore(queue: Queue, chore: Chore) -> None:
     """Enqueue a chore unless it is under way. A chore that an operator cancelled in RQ stays cancelled."""
+    if chore.needs is not None and not os.environ.get(chore.needs):
+        return
     _, served, _ = place(os.environ)
     job_id = f"clerk-{served}-{chore.function}".replace(".", "_")
-    try:
-        job = Job.fetch(job_id, connection=queue.connection, serializer=queue.serializer)
-    except NoSuchJobError:
-        _enqueue(queue, chore, job_id)
-        return
-    status = job.get_status(refresh=False)
-    if status == JobStatus.FAILED:
-        job.requeue()
-    elif status in (JobStatus.FINISHED, JobStatus.STOPPED) or _is_lost(job):
-        _enqueue(queue, chore, job_id)
-
-
-def _is_lost(job: Job) -> bool:
-    """Return whether a job is `queued` but in no queue: its worker died after taking it, before setting its status."""
-    if job.get_status(refresh=False) != JobStatus.QUEUED or job.enqueued_at is None:
-        return False
-    return datetime.now(UTC) - job.enqueued_at > LOST_AFTER and job.get_position() is None
+    keep_going(queue, job_id, lambda: _enqueue(queue, chore, job_id))
 
 
 def _enqueue(queue: Queue, chore: Chore, job_id: str) -> None:

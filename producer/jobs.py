@@ -8,7 +8,7 @@ and `rq worker --serializer json tokenmill` runs them. The jobs only submit and 
 worker. Arguments and results are plain JSON, and torch is never imported. See `docs/rq.md`.
 
 A job that is killed and retried finds its earlier request by id and waits for it. `REDIS`, `QUEUE` and `PREFIX` are the
-names of the environment variables with the queue's address.
+names of the environment variables with the queue's address, `FILES` that of the folder of the HTTP API's files.
 """
 
 from __future__ import annotations
@@ -20,20 +20,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from math import inf
 from typing import Any, Final
 
 import orjson
 import rq
 from redis.exceptions import RedisError
-from rq.exceptions import InvalidJobOperation
 from rq.job import Job as RqJob
+from rq.serializers import JSONSerializer
 from rq.timeouts import JobTimeoutException
-from rq.worker import Worker as RqWorker
 
+from producer import rqjob
 from producer.aftermath import after_death
 from producer.callbacks import Courier
+from producer.files.folder import Folder
+from producer.files.library import delete_expired
+from producer.files.rqjobs import tend
+from producer.files.run import run_batch as run_batch_on
 from producer.generations import generation_ids, generation_keys, is_over
 from producer.janitor import IDLE_S, clean_up
+from producer.rqjob import POLL_S, check_transient
+from producer.rqqueue import FOREVER
 from producer.webhook import WebhookSettings
 from tokenmill import batch
 from tokenmill.client.core import CLEAN_UP_S
@@ -41,8 +48,7 @@ from tokenmill.client.patience import BRIEF_S
 from tokenmill.client.sync import Client, Job
 from tokenmill.protocol.calls import JobExists
 from tokenmill.protocol.connection import DEFAULT_URL
-from tokenmill.protocol.faults import transient
-from tokenmill.protocol.keys import check_name
+from tokenmill.protocol.keys import Keys, check_name
 from tokenmill.protocol.result import Result
 from tokenmill.protocol.scripts import Scripts
 from tokenmill.protocol.url import check_url
@@ -52,14 +58,15 @@ log = logging.getLogger(__name__)
 REDIS: Final = "TOKENMILL_REDIS"
 QUEUE: Final = "TOKENMILL_QUEUE"
 PREFIX: Final = "TOKENMILL_PREFIX"
+FILES: Final = "TOKENMILL_FILES"
 LONGEST_ID: Final = 112
 """Maximum length of an RQ job's id: with the generation behind it, it must be a valid id of a request."""
 LEAST_S: Final = 2.0
 """Minimum time for which webhooks are delivered before another RQ job gets its turn."""
 PROMOTE_S: Final = 0.5
 """How often due delayed jobs are moved into their lanes while webhooks are delivered."""
-POLL_S: Final = 1.0
-"""How often a running job asks RQ whether it was cancelled."""
+TURN_S: Final = 20.0
+"""Minimum time for which a batch of the HTTP API runs before another RQ job gets its turn."""
 
 
 class RequestFailed(Exception):
@@ -99,17 +106,17 @@ def generate(
         RequestFailed: the request failed, expired or was cancelled.
         JobError: the request is malformed.
     """
-    job = _running()
+    job = rqjob.running()
     with _client(redis_url, queue, prefix) as client:
         mine = client.job(_current_id(client, job))
         note = {"queue": client.keys.queue, "request": mine.id, "status": "submitted"}
-        _note(job, note)
+        rqjob.note(job, note)
         with after_death(job, lambda: _cancel(mine.id, redis_url, queue, prefix)):
             # `JobExists`: submitted by an earlier run of this RQ job, which was killed.
             with _cancelled_when_late(job, mine), suppress(JobExists):
                 client.submit(prompt, messages=messages, id=mine.id, stream=stream, **{"wait": True, **request})
             result = _wait(job, mine)
-        _note(job, {**note, "status": result.status.value, "tokens": result.usage.completion_tokens})
+        rqjob.note(job, {**note, "status": result.status.value, "tokens": result.usage.completion_tokens})
     if not result.ok:
         raise RequestFailed(result)
     return dict(orjson.loads(result.to_json()))
@@ -134,7 +141,7 @@ def run_batch(
         tokenmill.batch.BatchInvalid: the input is not a batch file; nothing was submitted.
         tokenmill.batch.BatchError: a file cannot be written, or the job was cancelled.
     """
-    job, files = _running(), (input, output, errors)
+    job, files = rqjob.running(), (input, output, errors)
 
     def cancel() -> None:
         # `BatchNotFound`: the run has submitted no request yet, or Redis has lost them.
@@ -156,7 +163,7 @@ def run_batch(
 
 def _follow(job: RqJob, input: str, output: str, errors: str | None, client: Client, window: int) -> batch.BatchReport:
     """Run the file; note the progress in the RQ job, and stop if the job is cancelled in RQ."""
-    stop, cancelled, noted = threading.Event(), _cancelled(job), -POLL_S
+    stop, cancelled, noted = threading.Event(), rqjob.cancelled(job), -POLL_S
 
     def progress(now: batch.Progress) -> None:
         nonlocal noted
@@ -164,7 +171,7 @@ def _follow(job: RqJob, input: str, output: str, errors: str | None, client: Cli
             stop.set()
         if time.monotonic() >= noted + POLL_S or now.done == now.total:
             noted = time.monotonic()
-            _note(job, {"total": now.total, "succeeded": now.succeeded, "failed": now.failed, "file": input})
+            rqjob.note(job, {"total": now.total, "succeeded": now.succeeded, "failed": now.failed, "file": input})
 
     return batch.run(input, output, errors, client=client, window=window, progress=progress, stop=stop)
 
@@ -186,12 +193,51 @@ def deliver_callbacks(
         try:
             scripts.promote()  # before the settings of webhooks are checked, which may be wrong
         except RedisError as error:
-            _check_transient(error)
+            check_transient(error)
         courier = Courier(redis_url or place(os.environ)[0], client.keys, WebhookSettings.of(os.environ))
         try:
-            return courier.run(seconds, _promoting(scripts, _makes_way(rq.get_current_job())))
+            makes_way = rqjob.makes_way(rq.get_current_job())
+            return courier.run(seconds, _promoting(scripts, lambda: makes_way(LEAST_S)))
         finally:
             courier.close()
+
+
+def run_uploaded_batch(batch_id: str, tenant: str | None = None) -> rq.Retry | None:
+    """Run a batch of the HTTP API on, and enqueue this RQ job again if it has to make way for others.
+
+    The job makes way at once if its RQ worker is asked to stop, or if another job waits in the same RQ queue after
+    `TURN_S`, or ten times as long as it took to start. Its requests in flight stay in the queue.
+
+    Raises:
+        tokenmill.batch.BatchError, OSError: the files cannot be used. A retry continues the batch.
+        ValueError: a setting is missing or wrong.
+    """
+    job = rqjob.running()
+    storage, cancelled, makes_way = storage_of(os.environ), rqjob.cancelled(job), rqjob.makes_way(job)
+
+    def stop(start_s: float) -> bool:
+        try:
+            return cancelled() or makes_way(max(TURN_S, 10 * start_s) if start_s else inf)
+        except RedisError as error:
+            check_transient(error)
+            return False
+
+    with _client(None, None, None) as client:
+        done = run_batch_on(storage, tenant, batch_id, client=client, makes_way=stop)
+    return None if done or cancelled() else rq.Retry(max=FOREVER)
+
+
+def tend_batches() -> dict[str, int]:
+    """Enqueue the batches of the HTTP API that have not ended and that RQ has lost; return how many are open."""
+    job = rqjob.running()
+    _, served, prefix = place(os.environ)
+    queue = rq.Queue(job.origin, connection=job.connection, serializer=JSONSerializer)
+    return tend(storage_of(os.environ), queue, Keys(served, prefix).root)
+
+
+def clean_files() -> dict[str, int]:
+    """Delete expired files and batches of the HTTP API; return how many were deleted."""
+    return delete_expired(storage_of(os.environ))
 
 
 def janitor(
@@ -210,13 +256,6 @@ def janitor(
         return client.patiently(lambda: clean_up(client.redis, client.keys, idle_seconds), outage_s=BRIEF_S)
 
 
-def _running() -> RqJob:
-    job = rq.get_current_job()
-    if job is None:
-        raise RuntimeError("this function must run as an RQ job; without RQ use tokenmill.Client")
-    return job
-
-
 def place(environ: Mapping[str, str]) -> tuple[str, str, str]:
     """Return URL of Redis, queue and prefix from the environment variables.
 
@@ -229,6 +268,21 @@ def place(environ: Mapping[str, str]) -> tuple[str, str, str]:
         raise ValueError(f"{REDIS}: {error}") from None
     queue = check_name(QUEUE, environ.get(QUEUE) or "default")
     return url, queue, check_name(PREFIX, environ.get(PREFIX) or "tokenmill")
+
+
+def storage_of(environ: Mapping[str, str]) -> Folder:
+    """Return the storage of the HTTP API's files and batches.
+
+    Raises:
+        ValueError: the variable is missing, or its folder cannot be used; the message begins with the variable's name.
+    """
+    path = environ.get(FILES)
+    if not path:
+        raise ValueError(f"{FILES}: not set; set it to the folder of the gateway's --files to run its batches")
+    try:
+        return Folder(path)
+    except OSError as error:
+        raise ValueError(f"{FILES}: {path}: {error.strerror or error}") from None
 
 
 def _client(url: str | None, queue: str | None, prefix: str | None) -> Client:
@@ -251,7 +305,7 @@ def _current_id(client: Client, job: RqJob) -> str:
 
 
 def _wait(job: RqJob, request: Job) -> Result:
-    cancelled = _cancelled(job)
+    cancelled = rqjob.cancelled(job)
     with _cancelled_when_late(job, request):
         while True:
             try:
@@ -286,25 +340,6 @@ def _cancel(request: str, url: str | None, queue: str | None, prefix: str | None
         client.job(request).cancel("stopped in RQ")
 
 
-def _cancelled(job: RqJob) -> Callable[[], bool]:
-    """Return a function that says whether the running job was cancelled or deleted; it asks RQ once in `POLL_S`."""
-    asked, last = False, -POLL_S
-
-    def probe() -> bool:
-        nonlocal asked, last
-        if not asked and time.monotonic() >= last + POLL_S:
-            last = time.monotonic()
-            try:
-                asked = job.get_status(refresh=True) == "canceled"
-            except InvalidJobOperation:
-                asked = True
-            except RedisError as error:
-                _check_transient(error)
-        return asked
-
-    return probe
-
-
 def _promoting(scripts: Scripts, stop: Callable[[], bool]) -> Callable[[], bool]:
     """Return `stop`, extended to move due delayed jobs into their lanes once in `PROMOTE_S`; it is called often."""
     last = time.monotonic()
@@ -317,36 +352,3 @@ def _promoting(scripts: Scripts, stop: Callable[[], bool]) -> Callable[[], bool]
         return stop()
 
     return probe
-
-
-def _makes_way(job: RqJob | None) -> Callable[[], bool]:
-    """Return a function that says whether this job should end early.
-
-    It should if its RQ worker was asked to stop, or after `LEAST_S` if another job waits in the same RQ queue.
-    """
-    if job is None:
-        return lambda: False
-    key = f"{RqWorker.redis_worker_namespace_prefix}{job.worker_name}"
-    worker = RqWorker.find_by_key(key, connection=job.connection)
-    queue, begun = rq.Queue(job.origin, connection=job.connection), time.monotonic()
-
-    def probe() -> bool:
-        if worker is not None and worker.shutdown_requested_date is not None:
-            return True
-        return time.monotonic() > begun + LEAST_S and queue.count > 0
-
-    return probe
-
-
-def _note(job: RqJob, what: dict[str, Any]) -> None:
-    """Write `what` into the RQ job's `meta`, where `rq` and dashboards show it. An outage of Redis is ignored."""
-    job.meta["tokenmill"] = what
-    try:
-        job.save_meta()  # type: ignore[no-untyped-call]
-    except RedisError as error:
-        _check_transient(error)
-
-
-def _check_transient(error: RedisError) -> None:
-    if not transient(error):
-        raise error

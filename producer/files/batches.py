@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from typing import Any, Final
+from typing import Any
 
 import orjson
 
@@ -12,10 +12,7 @@ from producer.files.library import find_file
 from producer.files.objects import CANCEL, ENDED, batch_object, batch_record, page, parse_batch
 from producer.files.storage import BATCH, Json, Shelf, Storage, new_id
 from tokenmill.openai.errors import ApiError
-from tokenmill.openai.request import CHAT, COMPLETIONS
-
-ENDPOINTS: Final = (CHAT, COMPLETIONS)
-"""The URLs that lines of a batch may have."""
+from tokenmill.openai.request import URLS
 
 
 def create_batch(
@@ -31,7 +28,7 @@ def create_batch(
     Raises:
         ApiError: 400 a wrong body; 404 an unknown file; 409 the key came with another request before.
     """
-    wanted = parse_batch(body, ENDPOINTS)
+    wanted = parse_batch(body, URLS)
     files, batches = storage.files(tenant), storage.batches(tenant)
     batch_id = new_id(BATCH)
     if key is not None:
@@ -82,9 +79,10 @@ def _view(shelf: Shelf, batch_id: str) -> Json | None:
     return batch_object(batch_id, record, None if record["status"] in ENDED else shelf.noted(batch_id, CANCEL))
 
 
-def list_batches(shelf: Shelf, *, limit: int, after: str | None) -> Json:
-    """Return OpenAI's list of the batches, newest first; see `page`."""
-    return page(shelf, lambda one: _view(shelf, one), limit=limit, after=after, newest_first=True, prefix=BATCH)
+def list_batches(shelf: Shelf, *, limit: int, after: str | None, newest_first: bool = True) -> Json:
+    """Return OpenAI's list of the batches; see `page`."""
+    more: Json = {"limit": limit, "after": after, "newest_first": newest_first, "prefix": BATCH}
+    return page(shelf, lambda one: _view(shelf, one), **more)
 
 
 def cancel_batch(shelf: Shelf, batch_id: str) -> Json:

@@ -17,6 +17,7 @@ from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
 from producer.gateway.auth import Auth
+from producer.files.folder import Folder
 from producer.gateway.errors import http_exception
 from producer.gateway.gateway import Gateway
 from producer.gateway.keys import KeyRing
@@ -41,7 +42,8 @@ def build(settings: GatewaySettings, *, client: AsyncClient | None = None) -> St
     """
     keys = None if settings.api_keys is None else KeyRing(settings.api_keys)
     client = client or AsyncClient(settings.redis, settings.queue, prefix=settings.prefix)
-    gateway = Gateway(settings, client, keys=keys)
+    storage = None if settings.files is None else Folder(settings.files)
+    gateway = Gateway(settings, client, keys=keys, storage=storage)
     app = Starlette(
         routes=_routes(),
         lifespan=_lifespan,

@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 
 from producer.gateway.inflight import InFlight
 from producer.gateway.keys import KeyRing
+from producer.files.storage import Storage
 from producer.gateway.metrics import Metrics
 from producer.gateway.rates import Rates
 from producer.gateway.settings import GatewaySettings
@@ -45,7 +46,7 @@ class Gateway:
     """Requests and tokens a minute of each key."""
     workers: LiveWorkers = field(init=False)
     """The live workers of the queue."""
-    storage: Any = None
+    storage: Storage | None = None
     """Files and batches; None without --files."""
     drain: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the gateway shuts down: no new request is served."""

@@ -18,7 +18,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 from rq.job import Job as RqJob
 from rq.timeouts import JobTimeoutException
 
-from producer import AsyncClient, CancelReply, Client, FinalEvent, QueueFull, batch, jobs
+from producer import AsyncClient, CancelReply, Client, FinalEvent, QueueFull, batch, jobs, rqjob
 from tests.chaos.proxy import Proxy
 from tests.support import RedisServer, eventually, free_port, running_redis
 from tests.tokenmill.batch.files import request, write
@@ -511,10 +511,10 @@ def test_a_note_for_rqs_dashboards_ends_no_job(monkeypatch: pytest.MonkeyPatch) 
 
     job = RqJob(id="a", connection=redis.Redis())
     monkeypatch.setattr(job, "save_meta", lambda: refuse(redis.exceptions.ReadOnlyError("You can't write")))
-    jobs._note(job, {"status": "submitted"})
+    rqjob.note(job, {"status": "submitted"})
     monkeypatch.setattr(job, "save_meta", lambda: refuse(NoPermissionError("no rights")))
     with pytest.raises(NoPermissionError):
-        jobs._note(job, {"status": "submitted"})
+        rqjob.note(job, {"status": "submitted"})
 
 
 @pytest.mark.parametrize(
