@@ -16,8 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
-from producer.gateway.auth import Auth
 from producer.files.folder import Folder
+from producer.gateway.auth import Auth
 from producer.gateway.errors import http_exception
 from producer.gateway.gateway import Gateway
 from producer.gateway.keys import KeyRing

@@ -12,9 +12,9 @@ from typing import Any, Final
 import structlog
 from redis.exceptions import RedisError
 
+from producer.files.storage import Storage
 from producer.gateway.inflight import InFlight
 from producer.gateway.keys import KeyRing
-from producer.files.storage import Storage
 from producer.gateway.metrics import Metrics
 from producer.gateway.rates import Rates
 from producer.gateway.settings import GatewaySettings
