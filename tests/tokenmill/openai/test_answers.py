@@ -64,10 +64,7 @@ def test_a_message_as_the_package_dumps_it_is_legal_as_an_entry_from_a_client_an
         client = parse_body(make_entry(messages=messages).body)
         http = parse_body(encode_body(translate(CHAT, {"messages": messages})))
         for body in (entry, client, http):
-            assert body.chat is not None
-            assert {key: value for key, value in body.chat[-1].items() if value is not None} | {
-                "content": body.chat[-1].get("content", "")
-            } == template
+            assert (body.chat or [])[-1] == template
 
 
 def test_every_key_of_a_dumped_message_may_be_null() -> None:
