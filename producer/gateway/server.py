@@ -19,6 +19,7 @@ from typing import Final
 
 import structlog
 import uvicorn
+from starlette.applications import Starlette
 
 from producer.gateway.app import build
 from producer.gateway.connection import KEEP_ALIVE_SECONDS, Connection
@@ -42,8 +43,15 @@ FILES_PER_REQUEST: Final = 2
 
 
 def main(settings: GatewaySettings) -> int:
-    """Serve until a signal comes, and return the exit status."""
+    """Run the gateway until a signal comes, and return the exit status."""
     configure(settings.log_format, settings.log_level)
+    return serve(build(settings))
+
+
+def serve(app: Starlette) -> int:
+    """Serve an application that `app.build` made until a signal comes, and return the exit status."""
+    gateway: Gateway = app.state.gateway
+    settings = gateway.settings
     _capture_logging()
     for wrong in unknown_variables(os.environ):
         log.warning("variable_ignored", variable=wrong.name, nearest=wrong.nearest)
@@ -53,8 +61,6 @@ def main(settings: GatewaySettings) -> int:
         why = error.strerror or str(error)
         print(f"--host, --port: cannot listen on {settings.host}:{settings.port}: {why}", file=sys.stderr)
         return USAGE
-    app = build(settings)
-    gateway: Gateway = app.state.gateway
     protocol = functools.partial(
         Connection, header_timeout=settings.header_timeout, max_connections=_max_connections(settings)
     )
