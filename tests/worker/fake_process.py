@@ -1,7 +1,8 @@
 """`python -m tests.worker.fake_process`: a real worker process with a fake engine; settings come from the environment.
 
 `FAKE_STEP`: seconds a step takes; `FAKE_HANG`: the step at which the engine hangs; `FAKE_KILL`: a prompt whose tenth
-token kills the process; `FAKE_KILL_READER`: a prompt that kills the process when it is tokenised.
+token kills the process; `FAKE_KILL_READER`: a prompt that kills the process when it is tokenised; `FAKE_SHIFT`: a
+number that is added to each token, so that the text differs from that of other processes.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class DeadlyTokenizer(FakeTokenizer):
 def load(settings: Any) -> Loaded:
     slots = settings.max_num_seqs
     engine = Faulty(max_num_seqs=slots, step_seconds=float(os.environ.get("FAKE_STEP", "0")))
+    engine.shift = int(os.environ.get("FAKE_SHIFT", "0"))
     model = FakeModel(tokenizer=DeadlyTokenizer())
     return Loaded(engine, model, Translator(settings, engine, model, Refusal))
 

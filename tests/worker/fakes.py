@@ -122,6 +122,8 @@ class FakeEngine:
         self.max_num_seqs = max_num_seqs
         self.capacity = capacity
         self.step_seconds = step_seconds
+        self.shift = 0
+        """Added to each token, so that the text differs from that of another engine."""
         self.steps = 0
         self.computed: list[str] = []
         """The request id of every token that was computed, in order."""
@@ -234,7 +236,7 @@ class FakeEngine:
         self.computed.append(request.id)
         out = []
         for index, tokens in enumerate(live.tokens):
-            value = (sum(request.prompt) + index + len(tokens)) % 97
+            value = (sum(request.prompt) + index + len(tokens) + self.shift) % 97
             tokens.append(value)
             out.append(Delta(request.id, index, f"{value} ", (value,), logprobs_of(request, [value])))
         return out
