@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from typing import Any
+from contextlib import suppress
+from typing import Final
 
 import orjson
 
@@ -13,6 +14,9 @@ from producer.files.objects import CANCEL, ENDED, batch_object, batch_record, pa
 from producer.files.storage import BATCH, Json, Shelf, Storage, new_id
 from tokenmill.openai.errors import ApiError
 from tokenmill.openai.request import URLS
+
+CANCELLABLE: Final = ("validating", "in_progress")
+"""States in which a batch may be cancelled."""
 
 
 def create_batch(
@@ -89,15 +93,13 @@ def cancel_batch(shelf: Shelf, batch_id: str) -> Json:
     """Ask for the end of a batch and return its object; of one that is cancelled already, only return the object.
 
     Raises:
-        ApiError: 404; 409 the batch has ended otherwise.
+        ApiError: 404; 409 the batch has ended otherwise, or is about to.
     """
     found = find_batch(shelf, batch_id)
-    if found["status"] in ENDED - {"cancelled"}:
+    if found["status"] in CANCELLABLE:
+        with suppress(KeyError):  # deleted meanwhile
+            shelf.note(batch_id, CANCEL, {"at": int(time.time())})
+        found = find_batch(shelf, batch_id)
+    if found["status"] not in ("cancelling", "cancelled"):
         raise ApiError(409, f"The batch is {found['status']}; it cannot be cancelled any more.", code="batch_ended")
-    if found["status"] != "cancelled":
-        at: dict[str, Any] = {"at": int(time.time())}
-        try:
-            shelf.note(batch_id, CANCEL, at)
-        except KeyError:
-            return find_batch(shelf, batch_id)  # deleted meanwhile
-    return find_batch(shelf, batch_id)
+    return found

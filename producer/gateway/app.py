@@ -16,13 +16,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
-from producer.files.folder import Folder
 from producer.gateway.auth import Auth
 from producer.gateway.errors import http_exception
 from producer.gateway.gateway import Gateway
 from producer.gateway.keys import KeyRing
 from producer.gateway.middleware import Bodies, Frame, Origins
 from producer.gateway.settings import GatewaySettings
+from producer.gateway.storing import open_folder
 from tokenmill.client.aio import AsyncClient
 
 __all__ = ["Gateway", "build"]
@@ -39,10 +39,11 @@ def build(settings: GatewaySettings, *, client: AsyncClient | None = None) -> St
 
     Raises:
         KeysError: the file --api-keys is wrong.
+        FilesError: the folder --files cannot be used.
     """
     keys = None if settings.api_keys is None else KeyRing(settings.api_keys)
     client = client or AsyncClient(settings.redis, settings.queue, prefix=settings.prefix)
-    storage = None if settings.files is None else Folder(settings.files)
+    storage = None if settings.files is None else open_folder(settings.files)
     gateway = Gateway(settings, client, keys=keys, storage=storage)
     app = Starlette(
         routes=_routes(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import typer
 
 from producer.gateway.settings import GatewaySettings
@@ -12,9 +14,15 @@ from tokenmill.protocol.environment import KNOWN
 def gateway(**given: object) -> None:
     """Serve OpenAI's API over HTTP: requests become jobs of the queue; files and batches run on the clerk."""
     settings = settings_of(GatewaySettings, given, KNOWN)
-    from producer.gateway.server import main  # late: `--help` stays fast
+    from producer.gateway.server import USAGE, main  # late: `--help` stays fast
+    from producer.gateway.storing import FilesError
 
-    raise typer.Exit(main(settings))
+    try:
+        status = main(settings)
+    except FilesError as error:
+        print(error, file=sys.stderr)
+        status = USAGE
+    raise typer.Exit(status)
 
 
 take_options(gateway, GatewaySettings)

@@ -9,6 +9,7 @@ import structlog
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
+from producer.files.folder import Folder
 from producer.files.storage import Storage
 from producer.gateway.requests import gateway_of
 from tokenmill.openai.errors import ApiError
@@ -26,6 +27,22 @@ class Page(NamedTuple):
     limit: int
     after: str | None
     newest_first: bool
+
+
+class FilesError(Exception):
+    """The folder of files cannot be used."""
+
+
+def open_folder(path: str) -> Storage:
+    """Return the storage in the folder --files.
+
+    Raises:
+        FilesError: the folder cannot be made or written.
+    """
+    try:
+        return Folder(path)
+    except OSError as error:
+        raise FilesError(f"--files: {path} cannot be used: {error.strerror or error}") from None
 
 
 def storage_of(request: Request) -> Storage:

@@ -1,0 +1,306 @@
+"""Batches of the HTTP API from state to state, in this process: their ends, their files, and runs that are cut off."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from producer.files import run as running
+from producer.files.folder import Folder, FolderShelf
+from tests.producer.files.shop import Shop
+from tests.support import eventually
+from tests.tokenmill.batch.files import CHAT, request
+from tests.tokenmill.mini import MiniWorker, Queue
+from tokenmill.openai.errors import ApiError
+
+
+@pytest.fixture
+def shop(queue: Queue, tmp_path: Path) -> Shop:
+    return Shop(tmp_path / "files", queue)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "POLL_S", 0.02)
+    monkeypatch.setattr(running, "COUNTS_S", 0.0)
+
+
+def numbers(count: int) -> list[str]:
+    return [str(n) for n in range(count)]
+
+
+def test_a_batch_is_completed_with_a_line_for_every_request(shop: Shop, worker: MiniWorker) -> None:
+    batch_id = shop.of(["one", "two", "FAIL", "four"])
+    before = shop.batch(batch_id)
+    assert (before.status, before.request_counts and before.request_counts.total) == ("validating", 0)
+    assert shop.run(batch_id)
+    batch = shop.batch(batch_id)
+    assert batch.status == "completed"
+    good, bad = shop.check_whole(batch_id, numbers(4))
+    assert [*bad] == ["2"]
+    assert good["1"]["response"]["body"]["choices"][0]["text"] == "two "
+    moments = [batch.created_at, batch.in_progress_at, batch.finalizing_at, batch.completed_at]
+    assert moments == sorted(moments)  # type: ignore[type-var]
+    assert (batch.failed_at, batch.expired_at, batch.cancelling_at, batch.cancelled_at) == (None,) * 4
+    assert batch.usage is not None
+    assert (batch.usage.input_tokens, batch.usage.output_tokens, batch.usage.total_tokens) == (3, 3, 6)
+
+
+def test_no_file_is_made_of_no_line(shop: Shop, worker: MiniWorker) -> None:
+    well, ill = shop.of(["one"]), shop.of(["FAIL"])
+    assert shop.run(well)
+    assert shop.batch(well).error_file_id is None
+    assert shop.run(ill)
+    batch = shop.batch(ill)
+    assert (batch.status, batch.output_file_id, batch.usage) == ("completed", None, None)
+    assert [*shop.lines(batch.error_file_id)] == ["0"]
+
+
+def test_the_requests_are_of_the_tenant_and_in_the_lowest_lane(shop: Shop, queue: Queue) -> None:
+    batch_id = shop.of(["one"])
+    thread = shop.start(batch_id, lambda start_s: bool(queue.depth()))
+    eventually(queue.depth)
+    [(_, fields)] = queue.redis.xrange(queue.keys.lane("low"))
+    assert fields[b"tenant"] == b"t"
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("lines", "codes", "params"),
+    [
+        ([], ["empty_file"], [None]),
+        (["nonsense"], ["invalid_json_line"], [None]),
+        ([request("a"), request("a")], ["duplicate_custom_id"], ["custom_id"]),
+        ([request("a", url=CHAT)], ["url_mismatch"], ["url"]),
+        (
+            [{**request("a"), "method": "GET"}, request("b", url="/v1/x")],
+            ["invalid_method", "invalid_url"],
+            ["method", "url"],
+        ),
+    ],
+)
+def test_a_faulty_file_fails_its_batch_and_submits_nothing(
+    shop: Shop, queue: Queue, lines: list[Any], codes: list[str], params: list[str | None]
+) -> None:
+    batch_id = shop.create(lines)
+    assert shop.run(batch_id)
+    batch = shop.batch(batch_id)
+    assert batch.status == "failed"
+    assert batch.failed_at is not None
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    assert [error.code for error in batch.errors.data] == codes
+    assert [error.param for error in batch.errors.data] == params
+    assert str(shop.folder) not in batch.to_json()
+    assert (queue.depth(), batch.output_file_id, batch.error_file_id) == (0, None, None)
+    assert not [*shop.storage.open_batches()]
+
+
+def test_a_compressed_file_fails_its_batch_without_being_unpacked(shop: Shop) -> None:
+    batch_id = shop.create(gzip.compress(json.dumps(request("a")).encode()))
+    assert shop.run(batch_id)
+    batch = shop.batch(batch_id)
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    assert [error.code for error in batch.errors.data] == ["invalid_file"]
+
+
+# ── cancel and expiry ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_batch_cancelled_before_its_start_submits_nothing_and_names_every_request(shop: Shop, queue: Queue) -> None:
+    batch_id = shop.of(["one", "two"])
+    assert shop.cancel(batch_id).status == "cancelling"
+    assert shop.batch(batch_id).status == "cancelling"
+    assert shop.run(batch_id)
+    batch = shop.batch(batch_id)
+    assert batch.status == "cancelled"
+    assert batch.cancelling_at is not None
+    assert batch.cancelled_at is not None
+    _, bad = shop.check_whole(batch_id, numbers(2))
+    assert {line["error"]["code"] for line in bad.values()} == {"batch_cancelled"}
+    assert queue.depth() == 0
+
+
+def test_a_batch_cancelled_in_mid_run_keeps_what_is_done_and_ends_what_runs(
+    shop: Shop, queue: Queue, worker: MiniWorker
+) -> None:
+    batch_id = shop.of(["one", "HOLD two", "three"])
+    thread = shop.start(batch_id)
+    eventually(lambda: (counts := shop.batch(batch_id).request_counts) and counts.completed == 1)
+    asked = shop.cancel(batch_id)
+    assert (asked.status, asked.cancelled_at) == ("cancelling", None)
+    thread.join()
+    batch = shop.batch(batch_id)
+    assert batch.status == "cancelled"
+    assert batch.cancelling_at == asked.cancelling_at
+    good, bad = shop.check_whole(batch_id, numbers(3))
+    assert ([*good], {line["error"]["code"] for line in bad.values()}) == (["0"], {"batch_cancelled"})
+    eventually(lambda: queue.depth() == 0)
+
+
+def test_a_second_cancel_changes_nothing(shop: Shop) -> None:
+    batch_id = shop.of(["one"])
+    first = shop.cancel(batch_id)
+    assert shop.cancel(batch_id) == first
+    shop.run(batch_id)
+    ended = shop.batch(batch_id)
+    assert shop.cancel(batch_id) == ended
+
+
+def test_a_batch_that_has_ended_cannot_be_cancelled(shop: Shop, worker: MiniWorker) -> None:
+    well, ill = shop.of(["one"]), shop.create([])
+    for batch_id in (well, ill):
+        shop.run(batch_id)
+        before = shop.batch(batch_id)
+        with pytest.raises(ApiError, match=f"is {before.status}") as refused:
+            shop.cancel(batch_id)
+        assert refused.value.status == 409
+        assert shop.batch(batch_id) == before
+
+
+def test_a_batch_expires_before_its_start(shop: Shop, queue: Queue) -> None:
+    batch_id = shop.of(["one"], "1s")
+    eventually(lambda: time.time() >= (shop.batch(batch_id).expires_at or 0))
+    assert shop.run(batch_id)
+    assert shop.batch(batch_id).status == "expired"
+    _, bad = shop.check_whole(batch_id, ["0"])
+    assert (bad["0"]["error"]["code"], queue.depth()) == ("batch_expired", 0)
+
+
+def test_a_batch_expires_in_mid_run_with_what_is_done(shop: Shop, worker: MiniWorker) -> None:
+    batch_id = shop.of(["one", "HOLD two"], "2s")
+    assert shop.run(batch_id)
+    batch = shop.batch(batch_id)
+    assert batch.status == "expired"
+    assert (batch.expired_at or 0) >= (batch.expires_at or 0)
+    good, bad = shop.check_whole(batch_id, numbers(2))
+    assert ([*good], bad["1"]["error"]["code"]) == (["0"], "batch_expired")
+
+
+def test_a_batch_of_a_faulty_file_that_was_cancelled_fails(shop: Shop) -> None:
+    batch_id = shop.create(["nonsense"])
+    shop.cancel(batch_id)
+    shop.run(batch_id)
+    assert shop.batch(batch_id).status == "failed"
+
+
+# ── runs that are cut off ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_run_makes_way_and_a_later_one_goes_on(shop: Shop, queue: Queue, worker: MiniWorker) -> None:
+    batch_id = shop.of(["one", "HOLD two", "three"])
+    begun = []
+
+    def makes_way(start_s: float) -> bool:
+        begun.append(start_s)
+        counts = shop.batch(batch_id).request_counts
+        return counts is not None and counts.completed == 1
+
+    assert not shop.run(batch_id, makes_way)
+    assert begun[-1] > 0
+    assert queue.depth() == 2
+    assert [found for found, _, _ in shop.storage.open_batches()] == [batch_id]
+    assert shop.batch(batch_id).status == "in_progress"
+    worker.release()
+    assert shop.run(batch_id)
+    good, _ = shop.check_whole(batch_id, numbers(3))
+    assert len(good) == 3
+
+
+def test_a_batch_that_another_process_runs_is_left_alone(shop: Shop) -> None:
+    batch_id = shop.of(["one"])
+    with shop.batches.lock(batch_id) as held:
+        assert held
+        assert shop.run(batch_id)
+    assert shop.batch(batch_id).status == "validating"
+    assert [found for found, _, _ in shop.storage.open_batches()] == [batch_id]
+
+
+def test_a_batch_that_has_ended_is_not_run_again(shop: Shop, worker: MiniWorker) -> None:
+    batch_id = shop.of(["one"])
+    shop.run(batch_id)
+    ended, files = shop.batch(batch_id), shop.files.ids()
+    shop.storage.open_batch(batch_id, shop.tenant)
+    assert shop.run(batch_id)
+    assert (shop.batch(batch_id), shop.files.ids()) == (ended, files)
+    assert not [*shop.storage.open_batches()]
+
+
+def test_the_input_is_deleted_while_its_batch_runs(shop: Shop, worker: MiniWorker) -> None:
+    batch_id = shop.of(["one", "HOLD two"])
+    thread = shop.start(batch_id)
+    eventually(lambda: (counts := shop.batch(batch_id).request_counts) and counts.completed == 1)
+    assert shop.files.delete(shop.batch(batch_id).input_file_id)
+    worker.release()
+    thread.join()
+    assert shop.batch(batch_id).status == "completed"
+    shop.check_whole(batch_id, numbers(2))
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL at a moment of the run."""
+
+
+STEPS: tuple[tuple[type[Any], str], ...] = (
+    *((FolderShelf, name) for name in ("save", "add", "take_in", "clear")),
+    (Folder, "close_batch"),
+)
+"""What a run writes into the storage."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, moment: int) -> Callable[[], int]:
+    """Let the run die before, or after, its nth write; return a function that tells the number of moments so far."""
+    passed = 0
+
+    def at() -> None:
+        nonlocal passed
+        passed += 1
+        if passed == moment + 1:
+            raise Killed
+
+    for kind, name in STEPS:
+        original = getattr(kind, name)
+
+        def step(*args: Any, original: Any = original) -> Any:
+            at()
+            done = original(*args)
+            at()
+            return done
+
+        monkeypatch.setattr(kind, name, step)
+    return lambda: passed
+
+
+@pytest.mark.parametrize(("end", "window"), [("completed", "24h"), ("cancelled", "24h"), ("expired", "1s")])
+def test_a_run_that_is_killed_at_any_write_is_finished_by_the_next_with_no_file_twice(
+    shop: Shop, worker: MiniWorker, end: str, window: str
+) -> None:
+    moment = 0
+    while True:
+        own = Shop(shop.folder / str(moment), shop.queue)
+        batch_id = own.of(["one", "FAIL"], window)
+        if end == "cancelled":
+            own.cancel(batch_id)
+        if end == "expired":
+            record = own.batches.load(batch_id) or {}
+            own.batches.save(batch_id, {**record, "expires_at": int(time.time())})
+        with pytest.MonkeyPatch.context() as patched:
+            passed = kill_at(patched, moment)
+            with suppress(Killed):
+                own.run(batch_id)
+            finished = passed() <= moment
+        assert own.run(batch_id)
+        assert own.batch(batch_id).status == end
+        own.check_whole(batch_id, numbers(2))
+        if finished:
+            break
+        moment += 1
+    assert moment > 10
