@@ -114,7 +114,10 @@ class Container:
 
 
 class Stack:
-    """The project in `context`, under the variables `environ`; what it writes is in `folder`."""
+    """The project in `context`, under the variables `environ`; what it writes is in `folder`.
+
+    A file or folder below `folder/binds` takes the place of the one in `context` that a service mounts.
+    """
 
     def __init__(self, context: Path, folder: Path, environ: Mapping[str, str], builder: Builder) -> None:
         self.context, self.folder, self.environ, self.builder = context, folder, dict(environ), builder
@@ -240,9 +243,10 @@ class Stack:
     def _volume(self, text: str) -> tuple[Path, str, bool]:
         source, target, *mode = text.split(":")
         bind = source.startswith(".")
-        place = self.context / source if bind else self.folder / "volumes" / source
+        own = self.folder / ("binds" if bind else "volumes") / source
+        place = self.context / source if bind and not own.exists() else own
         if not place.exists():  # as an engine does it
-            place = place if not bind else self.folder / "binds" / source
+            place = own
             place.mkdir(parents=True, exist_ok=True)
         return place, target, mode != ["ro"]
 
