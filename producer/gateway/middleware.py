@@ -58,7 +58,11 @@ class Frame:
                 self._admit()
             await self.app(scope, receive, exchange.send)
         except ClientDisconnect:
-            exchange.went_away = True
+            pass  # recorded as incomplete
+        except asyncio.CancelledError:  # the time after the drain is over
+            if not self.gateway.drain.is_set():
+                raise
+            await exchange.fail(_shutting_down(), receive)
         except Exception as error:  # noqa: BLE001 - every request gets an answer; the log has the traceback
             await exchange.fail(error, receive)
         finally:
@@ -68,9 +72,13 @@ class Frame:
 
     def _admit(self) -> None:
         if self.gateway.drain.is_set():
-            raise ApiError(503, "The gateway shuts down.", code="shutting_down", retry_after=BUSY_SECONDS)
+            raise _shutting_down()
         if self.in_flight > self.gateway.settings.max_requests:
             raise ApiError(503, "The gateway is busy.", code="overloaded", retry_after=BUSY_SECONDS)
+
+
+def _shutting_down() -> ApiError:
+    return ApiError(503, "The gateway shuts down.", code="shutting_down", retry_after=BUSY_SECONDS)
 
 
 class _Exchange:
@@ -82,7 +90,6 @@ class _Exchange:
         self.id = f"req-{secrets.token_hex(12)}"
         self.status = 0
         self.complete = False
-        self.went_away = False
         self.started_at = time.monotonic()
 
     async def send(self, message: Message) -> None:
@@ -93,6 +100,8 @@ class _Exchange:
         elif message["type"] == "http.response.body":
             self.complete = not message.get("more_body", False)
         await self._send(message)
+        if not self.complete:  # uvicorn does not wait where the client has gone away: let the task that notices it run
+            await asyncio.sleep(0)
 
     async def fail(self, error: Exception, receive: Receive) -> None:
         """Answer with an error; if an answer has begun, log the error and let the server close the connection."""

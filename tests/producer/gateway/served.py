@@ -64,6 +64,13 @@ async def stuck(request: Request) -> Response:
     raise AssertionError
 
 
+async def patient(request: Request) -> Response:
+    """Answer when the client has gone away."""
+    while not await request.is_disconnected():
+        await asyncio.sleep(0.05)
+    return Response()
+
+
 async def boom(request: Request) -> Response:
     """Fail with a secret in the exception."""
     raise RuntimeError("secret-of-the-exception")
@@ -76,6 +83,6 @@ if __name__ == "__main__":
     app.router.routes += [
         Route("/echo", echo, methods=["POST"]),
         Route("/size", size, methods=["POST"]),
-        *(Route(f"/{handler.__name__}", handler) for handler in (ticks, flood, stuck, boom)),
+        *(Route(f"/{handler.__name__}", handler) for handler in (ticks, flood, stuck, patient, boom)),
     ]
     sys.exit(serve(app))

@@ -17,7 +17,9 @@ import pytest
 
 from tests.support import eventually, free_port
 
-GENEROUS_S = 60.0
+GENEROUS_S = 15.0
+POST = "POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+"""Without the end of the headers."""
 REDIS_AWAY = "redis://127.0.0.1:1/0"
 
 
@@ -197,8 +199,7 @@ def test_a_body_that_comes_a_byte_at_a_time_gets_408_and_the_end_of_the_connecti
 
 def test_a_body_that_stops_gets_408(served: Served) -> None:
     with served.connect() as sock:
-        head = "POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
-        sock.sendall(head.encode())
+        sock.sendall(f"{POST}Content-Length: 9\r\n\r\n{{".encode())
         assert read_answer(sock).status == 408
 
 
@@ -227,8 +228,7 @@ def test_headers_just_over_64_kib_get_431(served: Served) -> None:
 
 def test_a_body_over_the_limit_gets_413_before_it_is_read(served: Served) -> None:
     with served.connect() as sock:
-        head = "POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        sock.sendall(f"{head}Expect: 100-continue\r\nContent-Length: 99999999999\r\n\r\n".encode())
+        sock.sendall(f"{POST}Expect: 100-continue\r\nContent-Length: 99999999999\r\n\r\n".encode())
         answer = read_answer(sock)
     assert (answer.status, answer.error["code"]) == (413, "too_large")
     assert "65536" in answer.error["message"]
@@ -236,8 +236,7 @@ def test_a_body_over_the_limit_gets_413_before_it_is_read(served: Served) -> Non
 
 def test_a_client_that_sends_a_large_body_all_the_same_reads_its_413(served: Served) -> None:
     with served.connect() as sock:
-        head = "POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        sock.sendall(f"{head}Content-Length: 3000000\r\n\r\n".encode() + b" " * 3_000_000)
+        sock.sendall(f"{POST}Content-Length: 3000000\r\n\r\n".encode() + b" " * 3_000_000)
         kept = bytearray()
         assert read_answer(sock, kept).status == 413
         sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -246,8 +245,7 @@ def test_a_client_that_sends_a_large_body_all_the_same_reads_its_413(served: Ser
 
 def test_a_chunked_body_over_the_limit_gets_413(served: Served) -> None:
     with served.connect() as sock:
-        head = "POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        sock.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+        sock.sendall(f"{POST}Transfer-Encoding: chunked\r\n\r\n".encode())
         for _ in range(20):
             sock.sendall(b"1000\r\n" + b" " * 4096 + b"\r\n")
         assert read_answer(sock).status == 413
@@ -255,8 +253,7 @@ def test_a_chunked_body_over_the_limit_gets_413(served: Served) -> None:
 
 def test_a_chunked_body_is_read(served: Served) -> None:
     with served.connect() as sock:
-        head = "POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        sock.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+        sock.sendall(f"{POST}Transfer-Encoding: chunked\r\n\r\n".encode())
         for part in (b'{"a"', b":1}"):
             sock.sendall(f"{len(part):x}\r\n".encode() + part + b"\r\n")
         sock.sendall(b"0\r\n\r\n")
@@ -273,7 +270,7 @@ def test_requests_over_the_limit_get_503_while_others_are_served(own: Any) -> No
     served = own(max_requests="2")
     with served.connect() as first, served.connect() as second:
         for sock in (first, second):
-            sock.sendall(b"GET /stuck HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            sock.sendall(b"GET /patient HTTP/1.1\r\nHost: localhost\r\n\r\n")
         answer = eventually(lambda: full if (full := served.post("/echo", b"{}")).status == 503 else None, GENEROUS_S)
         assert (answer.error["code"], answer.headers["retry-after"]) == ("overloaded", "1")
         assert served.lives()
@@ -342,8 +339,7 @@ def test_what_is_not_http_gets_400_in_openais_form(served: Served, request_bytes
 
 def test_a_faulty_chunk_in_a_body_ends_the_request(served: Served) -> None:
     with served.connect() as sock:
-        head = "POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        sock.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\nzz\r\n".encode())
+        sock.sendall(f"{POST}Transfer-Encoding: chunked\r\n\r\nzz\r\n".encode())
         assert read_answer(sock).status == 400
         assert ended(sock)
     assert served.lives()
