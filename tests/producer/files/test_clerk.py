@@ -193,8 +193,9 @@ def test_a_clerk_delivers_webhooks_while_a_batch_runs(office: Stack, shop: Shop,
     eventually(done(shop, batch_id, 1), LONG)
 
     def runs_between() -> bool:
-        _, found, after = clerk.log.partition("run_uploaded_batch")[2].partition("producer.jobs.deliver_callbacks")
-        return bool(found) and "run_uploaded_batch" in after and shop.batch(batch_id).status == "in_progress"
+        runs = clerk.log.partition(f"batch {batch_id}")[2]
+        _, found, after = runs.partition("producer.jobs.deliver_callbacks")
+        return bool(found) and f"batch {batch_id}" in after and shop.batch(batch_id).status == "in_progress"
 
     eventually(runs_between, LONG)
     worker.release()
