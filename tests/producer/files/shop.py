@@ -17,6 +17,7 @@ from producer.files.library import find_file
 from producer.files.objects import file_object, file_record
 from producer.files.run import run_batch
 from producer.files.storage import FILE, new_id
+from tests.support import eventually
 from tests.tokenmill.batch.files import COMPLETIONS, request
 from tests.tokenmill.mini import Queue
 from tokenmill.client.sync import Client
@@ -95,7 +96,7 @@ class Shop:
         counts = batch.request_counts
         assert counts is not None
         assert (counts.total, counts.completed, counts.failed) == (len(good) + len(bad), len(good), len(bad))
-        assert [found for found, _, _ in self.storage.open_batches() if found == batch_id] == []
+        eventually(lambda: batch_id not in [found for found, _, _ in self.storage.open_batches()])
         outputs = [one for one in self.files.ids() if (self.files.load(one) or {})["purpose"] == "batch_output"]
         assert len(outputs) == (batch.output_file_id is not None) + (batch.error_file_id is not None)
         return good, bad

@@ -1,0 +1,219 @@
+"""Batches in real `rq worker` processes of the clerk's class: kills, stops, several clerks, lost keys of RQ."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rq
+from rq.job import Job
+from rq.serializers import JSONSerializer
+
+from producer.files.rqjobs import enqueue_batch
+from tests.producer.files.shop import Shop
+from tests.producer.gateway.harness import Stack, stack
+from tests.support import RedisServer, eventually
+from tests.tokenmill.mini import MiniWorker
+
+pytestmark = pytest.mark.redis_server
+LONG = 60.0
+"""Seconds for what RQ notices by a heartbeat, or by a chore, on a loaded machine."""
+
+
+@pytest.fixture
+def office(redis_server: RedisServer, tmp_path: Path) -> Iterator[Stack]:
+    with stack(redis_server.url, tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def worker(office: Stack) -> Iterator[MiniWorker]:
+    made = MiniWorker(office.queue)
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def shop(office: Stack) -> Shop:
+    return Shop(office.files, office.queue)
+
+
+def rq_queue(office: Stack) -> rq.Queue:
+    return rq.Queue(office.batch_queue, connection=office.queue.redis, serializer=JSONSerializer)
+
+
+def enqueue(office: Stack, shop: Shop, batch_id: str) -> None:
+    enqueue_batch(rq_queue(office), shop.tenant, batch_id)
+
+
+def ends(shop: Shop, batch_id: str, status: str = "completed") -> None:
+    eventually(lambda: shop.batch(batch_id).status == status, LONG, 0.05)
+
+
+def done(shop: Shop, batch_id: str, number: int) -> Callable[[], bool]:
+    """Whether so many requests of a batch have succeeded."""
+
+    def probe() -> bool:
+        counts = shop.batch(batch_id).request_counts
+        return counts is not None and counts.completed >= number
+
+    return probe
+
+
+def numbers(count: int) -> list[str]:
+    return [str(n) for n in range(count)]
+
+
+def forget_rq(office: Stack) -> None:
+    """Delete RQ's keys that have to do with this test's RQ queue, and all its jobs."""
+    redis, name = office.queue.redis, office.batch_queue
+    for job_id in (key.removeprefix(b"rq:job:").decode() for key in redis.scan_iter("rq:job:*")):
+        if redis.hget(f"rq:job:{job_id}", "origin") == name.encode():
+            redis.delete(f"rq:job:{job_id}", *redis.scan_iter(f"rq:*{job_id}*"))
+    redis.delete(*redis.scan_iter(f"rq:*{name}*"))
+
+
+def test_a_clerk_runs_a_batch(office: Stack, shop: Shop, worker: MiniWorker) -> None:
+    batch_id = shop.of(["one", "two", "FAIL"])
+    enqueue(office, shop, batch_id)
+    office.clerk()
+    ends(shop, batch_id)
+    shop.check_whole(batch_id, numbers(3))
+
+
+def test_a_batch_that_was_never_enqueued_is_found(office: Stack, shop: Shop, worker: MiniWorker) -> None:
+    batch_id = shop.of(["one"])
+    office.clerk()
+    ends(shop, batch_id)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["horse", "clerk"])
+def test_a_batch_is_finished_after_a_sigkill(office: Stack, shop: Shop, worker: MiniWorker, whole: bool) -> None:
+    batch_id = shop.of(["one", "two", "HOLD three", "four", "five"])
+    enqueue(office, shop, batch_id)
+    first = office.clerk()
+    eventually(done(shop, batch_id, 2), LONG)
+    if whole:
+        first.kill()
+        office.clerk()
+    else:
+        first.kill_horse()
+    worker.release()
+    ends(shop, batch_id)
+    good, _ = shop.check_whole(batch_id, numbers(5))
+    assert len(good) == 5
+
+
+def test_a_clerk_that_is_stopped_ends_soon_and_another_finishes_the_batch(
+    office: Stack, shop: Shop, worker: MiniWorker
+) -> None:
+    batch_id = shop.of(["one", "HOLD two", "three"])
+    enqueue(office, shop, batch_id)
+    first = office.clerk()
+    eventually(done(shop, batch_id, 1), LONG)
+    assert first.stop(LONG) == 0
+    assert shop.batch(batch_id).status == "in_progress"
+    assert batch_id in rq_queue(office).job_ids
+    office.clerk()
+    worker.release()
+    ends(shop, batch_id)
+    shop.check_whole(batch_id, numbers(3))
+
+
+def test_two_clerks_run_two_batches_at_once(office: Stack, shop: Shop, worker: MiniWorker) -> None:
+    batches = [shop.of(["HOLD one", "two"]), shop.of(["HOLD one", "two"])]
+    for batch_id in batches:
+        enqueue(office, shop, batch_id)
+    office.clerk()
+    office.clerk()
+    for batch_id in batches:
+        eventually(lambda batch_id=batch_id: shop.batch(batch_id).status == "in_progress", LONG)  # type: ignore[misc]
+    worker.release()
+    for batch_id in batches:
+        ends(shop, batch_id)
+        batch = shop.batch(batch_id)
+        assert sorted(shop.lines(batch.output_file_id)) == numbers(2)
+
+
+@pytest.mark.parametrize("running", [False, True], ids=["waiting", "running"])
+def test_a_batch_outlives_the_loss_of_rqs_keys(office: Stack, shop: Shop, worker: MiniWorker, running: bool) -> None:
+    batch_id = shop.of(["one", "HOLD two"])
+    enqueue(office, shop, batch_id)
+    if running:
+        office.clerk()
+        eventually(done(shop, batch_id, 1), LONG)
+    forget_rq(office)
+    assert not Job.exists(batch_id, connection=office.queue.redis)
+    if not running:
+        office.clerk()
+    worker.release()
+    ends(shop, batch_id)
+    shop.check_whole(batch_id, numbers(2))
+
+
+def test_a_batch_cancelled_in_rq_stops_and_expires_in_time(office: Stack, shop: Shop, worker: MiniWorker) -> None:
+    batch_id = shop.of(["one", "HOLD two"])
+    enqueue(office, shop, batch_id)
+    office.clerk()
+    eventually(done(shop, batch_id, 1), LONG)
+    Job.fetch(batch_id, connection=office.queue.redis, serializer=JSONSerializer).cancel()
+    eventually(lambda: unlocked(shop, batch_id), LONG)
+    record = shop.batches.load(batch_id) or {}
+    assert record["status"] == "in_progress"
+    shop.batches.save(batch_id, {**record, "expires_at": int(time.time())})
+    ends(shop, batch_id, "expired")
+    shop.check_whole(batch_id, numbers(2))
+
+
+def unlocked(shop: Shop, batch_id: str) -> bool:
+    with shop.batches.lock(batch_id) as held:
+        return held
+
+
+def test_a_clerk_leaves_the_batches_of_another_queue_alone(office: Stack, shop: Shop, worker: MiniWorker) -> None:
+    mine, other = shop.of(["one"]), shop.of(["one"])
+    shop.batches.save(other, {**(shop.batches.load(other) or {}), "root": "tokenmill:{other}:"})
+    office.clerk()
+    ends(shop, mine)
+    assert shop.batch(other).status == "validating"
+    assert [batch_id for batch_id, _, _ in shop.storage.open_batches()] == [other]
+
+
+def test_a_clerk_delivers_webhooks_while_a_batch_runs(office: Stack, shop: Shop, worker: MiniWorker) -> None:
+    batch_id = shop.of(["one", "HOLD two"])
+    enqueue(office, shop, batch_id)
+    clerk = office.clerk()
+    eventually(done(shop, batch_id, 1), LONG)
+
+    def runs_between() -> bool:
+        runs = clerk.log.partition(f"batch {batch_id}")[2]
+        _, found, after = runs.partition("producer.jobs.deliver_callbacks")
+        return bool(found) and f"batch {batch_id}" in after and shop.batch(batch_id).status == "in_progress"
+
+    eventually(runs_between, LONG)
+    worker.release()
+    ends(shop, batch_id)
+    shop.check_whole(batch_id, numbers(2))
+
+
+def test_without_a_folder_a_clerk_runs_no_chores_of_files(office: Stack) -> None:
+    clerk = office.clerk(TOKENMILL_FILES="")
+    eventually(lambda: "producer.jobs.janitor" in clerk.log, LONG)
+    assert "tend_batches" not in clerk.log
+    assert "clean_files" not in clerk.log
+
+
+def test_a_clerk_with_a_folder_that_cannot_be_used_ends_with_status_2(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    environ: dict[str, Any] = {**os.environ, "TOKENMILL_FILES": str(tmp_path / "file" / "x")}
+    code = "import os; from producer.clerk import check_environment; check_environment(os.environ)"
+    ended = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert ended.stderr.startswith("TOKENMILL_FILES: ")
