@@ -150,7 +150,7 @@ def test_a_clock_of_redis_that_is_set_back_a_little_delays_a_key_only_that_much(
     refused = charge(queue, rpm=2)
     assert isinstance(refused, Wait)
     assert 40 < refused.seconds <= 60.25
-    later(queue, refused.seconds)
+    later(queue, refused.seconds + 0.25)
     assert isinstance(charge(queue, rpm=2), Charged)
     assert isinstance(charge(queue, rpm=2), Wait)
     later(queue, 30)
