@@ -194,6 +194,40 @@ def test_the_answer_is_429_with_a_time_that_clients_obey(queue: Queue) -> None:
     run(queue, work)
 
 
+def test_a_client_that_repeats_refused_requests_at_once_does_not_reach_redis(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, tokens = Caller("t", rpm=1, key="r"), Caller("t", tpm=100, key="k")
+
+    async def work(limits: Rates) -> None:
+        calls, ask = 0, limits._runner.run
+
+        async def count(*call: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return await ask(*call)
+
+        monkeypatch.setattr(limits._runner, "run", count)
+        first = await limits.admit(tokens, 90)
+        await limits.admit(requests, 1)
+        frozen = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: frozen)
+        for _ in range(20):
+            for caller in (requests, tokens):
+                with pytest.raises(ApiError):
+                    await limits.admit(caller, 50)
+        assert calls == 4
+        await limits.admit(tokens, 10)
+        await limits.settle(first, 0)
+        frozen += 1
+        await limits.admit(tokens, 50)
+        with pytest.raises(ApiError):
+            await limits.admit(requests, 1)
+        assert calls == 7
+
+    run(queue, work)
+
+
 def test_a_larger_limit_is_in_force_at_once(queue: Queue) -> None:
     async def work(limits: Rates) -> None:
         await limits.admit(Caller("t", rpm=1, key="k"), 0)
