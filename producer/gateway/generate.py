@@ -215,7 +215,7 @@ class _Work:
         """Correct what the request was charged for its tokens, once."""
         charge, self._charge = self._charge, None
         if charge is not None and charge.slot is not None:
-            self.gateway.spawn(self.gateway.rates.settle(charge, tokens))
+            self.gateway.spawn(self.gateway.rates.settle(charge, tokens), "settle_rate")
 
     def end(self, why: End | None) -> None:
         """End the client's interest in the job: cancel it if the client went away."""

@@ -14,6 +14,7 @@ import os
 import re
 import stat
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -88,12 +89,9 @@ class KeyRing:
 
         Compares the hash of `key` with those of all keys, each in constant time: the time tells nothing of the keys.
         """
-        digest, found = hashlib.sha256(key).digest(), None
-        compare = hmac.compare_digest
-        for known, caller in self._entries:
-            if compare(known, digest):
-                found = caller
-        return found
+        digest, entries = hashlib.sha256(key).digest(), self._entries
+        equal = list(map(hmac.compare_digest, (entry.digest for entry in entries), repeat(digest)))
+        return entries[equal.index(True)].caller if True in equal else None
 
     async def watch(self) -> None:
         """Look for changes of the file each second, for ever."""

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
 import structlog
 from redis.exceptions import RedisError
@@ -30,6 +30,9 @@ REDIS_SECONDS: Final = 1.0
 """Time limit for the answer of Redis."""
 BYTES_PER_TOKEN: Final = 4
 """The length of a token in bytes of UTF-8, roughly; a prompt is not tokenized before a worker has it."""
+LIMITS: Final[tuple[Literal["rpm", "tpm"], ...]] = ("rpm", "tpm")
+TOKENS_SECONDS: Final = 0.25
+"""How long requests are refused without asking Redis, after a refusal for their tokens."""
 MAX_WAIT_SECONDS: Final = 60.0
 """Maximum `Retry-After`: OpenAI's packages ignore a longer one."""
 
@@ -44,14 +47,23 @@ class Charge:
     """When, as Redis counts; None: the caller has no limit of tokens."""
 
 
+class _Refused(NamedTuple):
+    """A request that was refused."""
+
+    at: float
+    """Moment of `time.monotonic()`."""
+    seconds: float
+    tokens: int
+
+
 class Rates:
     """The rates of all callers. For one event loop."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._keys: Keys = client.keys
         self._runner = AsyncRunner(client.redis)
-        self._refused: dict[tuple[str, int | None], float] = {}
-        """Callers that have used up their requests, and until when by `time.monotonic`: Redis is not asked for them."""
+        self._refused: dict[tuple[str, str, int | None], _Refused] = {}
+        """The last refusals by key, limit and its number: a client that repeats at once does not reach Redis."""
 
     async def admit(self, caller: Caller, tokens: int) -> Charge:
         """Charge one request and `tokens` to the caller.
@@ -62,19 +74,32 @@ class Rates:
         """
         if caller.rpm is None and caller.tpm is None:
             return Charge(caller, tokens, None)
-        refused = caller.key, caller.rpm
-        left = self._refused.get(refused, 0.0) - time.monotonic()
-        if left > 0:
-            raise _exceeded(caller, Wait(left, "rpm"))
-        self._refused.pop(refused, None)
+        if (wait := self._known(caller, tokens)) is not None:
+            raise _exceeded(caller, wait)
         call = charge_call(self._keys, caller.key, 1, tokens, caller.rpm, caller.tpm)
         async with asyncio.timeout(REDIS_SECONDS):
             reply = charge_reply(await self._runner.run(*call))
         if not isinstance(reply, Wait):
             return Charge(caller, tokens, reply.slot if caller.tpm is not None else None)
-        if reply.limit == "rpm":
-            self._refused[refused] = time.monotonic() + reply.seconds
+        refused = _Refused(time.monotonic(), reply.seconds, tokens)
+        self._refused[caller.key, reply.limit, getattr(caller, reply.limit)] = refused
         raise _exceeded(caller, reply)
+
+    def _known(self, caller: Caller, tokens: int) -> Wait | None:
+        """Return how long a request must wait that follows a refused request; None if Redis must be asked."""
+        now = time.monotonic()
+        for limit in LIMITS:
+            name = caller.key, limit, getattr(caller, limit)
+            last = self._refused.get(name)
+            if last is None:
+                continue
+            left = last.at + last.seconds - now
+            # Tokens may be given back before that time, requests never.
+            if left <= 0 or (limit == "tpm" and last.at + TOKENS_SECONDS < now):
+                del self._refused[name]
+            elif limit == "rpm" or tokens >= last.tokens:
+                return Wait(left, limit)
+        return None
 
     async def settle(self, charge: Charge, tokens: int) -> None:
         """Replace the estimate of an admitted request by the number of tokens that it used.

@@ -24,6 +24,7 @@ from starlette.applications import Starlette
 from producer.gateway.app import build
 from producer.gateway.connection import KEEP_ALIVE_SECONDS, Connection
 from producer.gateway.gateway import Gateway
+from producer.gateway.keys import KeysError
 from producer.gateway.middleware import MAX_HEADER_BYTES
 from producer.gateway.settings import GatewaySettings
 from tokenmill.cli.console import unknown_variables
@@ -45,7 +46,12 @@ FILES_PER_REQUEST: Final = 2
 def main(settings: GatewaySettings) -> int:
     """Run the gateway until a signal comes, and return the exit status."""
     configure(settings.log_format, settings.log_level)
-    return serve(build(settings))
+    try:
+        app = build(settings)
+    except KeysError as error:
+        print(f"--api-keys: {error}", file=sys.stderr)
+        return USAGE
+    return serve(app)
 
 
 def serve(app: Starlette) -> int:

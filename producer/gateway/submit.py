@@ -78,7 +78,7 @@ async def submit(gateway: Gateway, order: Order) -> Charge | None:
         try:
             await gateway.client.submit_entry(entry, order.priority, delay=order.delay, timeout=SUBMIT_S)
         except EnqueueRefused:
-            gateway.spawn(gateway.rates.settle(charge, 0))
+            gateway.spawn(gateway.rates.settle(charge, 0), "settle_rate")
             raise
     except JobExists:
         if key is None:

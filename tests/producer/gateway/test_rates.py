@@ -150,7 +150,7 @@ def test_a_clock_of_redis_that_is_set_back_a_little_delays_a_key_only_that_much(
     refused = charge(queue, rpm=2)
     assert isinstance(refused, Wait)
     assert 40 < refused.seconds <= 60.25
-    later(queue, refused.seconds)
+    later(queue, refused.seconds + 0.25)
     assert isinstance(charge(queue, rpm=2), Charged)
     assert isinstance(charge(queue, rpm=2), Wait)
     later(queue, 30)
@@ -190,6 +190,40 @@ def test_the_answer_is_429_with_a_time_that_clients_obey(queue: Queue) -> None:
             assert 50 < int(error.value.headers["Retry-After"]) <= 60
         with pytest.raises(ApiError, match="10 tokens a minute"):
             await limits.admit(Caller("t", tpm=10, key="k"), 100)
+
+    run(queue, work)
+
+
+def test_a_client_that_repeats_refused_requests_at_once_does_not_reach_redis(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, tokens = Caller("t", rpm=1, key="r"), Caller("t", tpm=100, key="k")
+
+    async def work(limits: Rates) -> None:
+        calls, ask = 0, limits._runner.run
+
+        async def count(*call: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return await ask(*call)
+
+        monkeypatch.setattr(limits._runner, "run", count)
+        first = await limits.admit(tokens, 90)
+        await limits.admit(requests, 1)
+        frozen = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: frozen)
+        for _ in range(20):
+            for caller in (requests, tokens):
+                with pytest.raises(ApiError):
+                    await limits.admit(caller, 50)
+        assert calls == 4
+        await limits.admit(tokens, 10)
+        await limits.settle(first, 0)
+        frozen += 1
+        await limits.admit(tokens, 50)
+        with pytest.raises(ApiError):
+            await limits.admit(requests, 1)
+        assert calls == 7
 
     run(queue, work)
 

@@ -30,13 +30,20 @@ local function parts(at)
   return { r = tonumber(found[1] or '0'), t = tonumber(found[2] or '0') }
 end
 
+local all -- the hash's values by field, once they are needed
+
 -- Return the ms until `amount` more fits below the limit `most`; nil if it fits now. An amount above the limit fits where
 -- nothing else is charged.
 local function wait_ms(kind, amount, most)
   local left = used[kind]
   if not most or left <= 0 or left + amount <= most then return nil end
+  if not all then
+    local flat = redis.call('HGETALL', rate)
+    all = {}
+    for i = 1, #flat, 2 do all[flat[i]] = flat[i + 1] end
+  end
   for at = oldest, slot do
-    left = left - parts(at)[kind]
+    left = left - tonumber(all[kind .. text(at)] or '0')
     if left <= 0 or left + amount <= most then return (at + SLOTS + 1) * SLOT_MS - now end
   end
   return (slot + SLOTS + 1) * SLOT_MS - now
