@@ -53,7 +53,7 @@ class Chaos:
         self.gateway.wait_until_it_answers()
 
     def _worker(self) -> FakeWorker:
-        return self.made.worker(wait=False, FAKE_STEP="0.02", max_attempts="1000")
+        return self.made.worker(wait=False, FAKE_STEP="0.02", max_num_seqs="8", max_attempts="1000")
 
     # ── kills ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -173,7 +173,7 @@ class Chaos:
         for number in range(self.lines):
             body: dict[str, Any] = {"model": "fake", "prompt": f"line {number}", "max_tokens": 1 + number % 30}
             if number % WRONG_EVERY == 0:
-                body["temperature"] = 9
+                body["prompt"] = "too long" * 100
             rows.append({"custom_id": f"{number}", "method": "POST", "url": "/v1/completions", "body": body})
         return "".join(json.dumps(row) + "\n" for row in rows).encode()
 

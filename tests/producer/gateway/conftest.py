@@ -25,7 +25,7 @@ def shared_stack(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFac
     with stack(redis_server.url, tmp_path_factory.mktemp("stack")) as made:
         made.clerk()
         made.gateway(wait=False)
-        made.worker(FAKE_STEP="0.02")
+        made.worker(FAKE_STEP="0.02", max_num_seqs="16")
         made.first_gateway.wait_until_it_answers()
         yield made
 

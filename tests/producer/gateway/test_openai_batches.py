@@ -115,24 +115,34 @@ def test_a_batch_is_completed_with_an_output_for_every_request(face: Face) -> No
 
 
 def test_requests_that_fail_are_in_the_error_file(face: Face) -> None:
-    file = upload(face, [line(0), line(1, temperature=9), line(2), line(3, model="other")])
+    too_long = line(1, messages=[{"role": "user", "content": "x" * 600}])
+    file = upload(face, [line(0), too_long, line(2), line(3, temperature=9)])
     done = ended(face, begin(face, file.id).id)
     assert done.status == "completed"
-    assert (done.request_counts.total, done.request_counts.completed) == (4, 4 - done.request_counts.failed)
+    assert (done.request_counts.total, done.request_counts.completed, done.request_counts.failed) == (4, 2, 2)
     output, errors = rows(face, done.output_file_id), rows(face, done.error_file_id)
-    assert {*output, *errors} == {f"q-{n}" for n in range(4)}
-    assert not {*output} & {*errors}
-    assert "q-1" in errors
-    assert {"q-0", "q-2"} <= {*output}
+    assert {*output} == {"q-0", "q-2"}
+    assert {*errors} == {"q-1", "q-3"}
+    assert [errors[f"q-{n}"]["response"]["status_code"] for n in (1, 3)] == [400, 400]
+    assert errors["q-3"]["response"]["body"]["error"]["param"] == "temperature"
+
+
+def test_a_batch_of_which_no_request_succeeds_has_no_output_file(face: Face) -> None:
+    file = upload(face, [line(n, model="other") for n in range(3)])
+    done = ended(face, begin(face, file.id).id)
+    assert (done.status, done.output_file_id) == ("completed", None)
+    assert done.request_counts.failed == 3
+    assert {*rows(face, done.error_file_id)} == {"q-0", "q-1", "q-2"}
 
 
 def test_a_faulty_file_gives_a_batch_that_fails_and_names_the_line(face: Face) -> None:
-    file = upload(face, [line(0), line(0), line(1, url="/v1/embeddings"), {**line(2), "method": "GET"}])
+    wrong = [line(0), line(1, url="/v1/embeddings"), {**line(2), "method": "GET"}, line(3, model="other")]
+    file = upload(face, [line(0), *wrong])
     failed = ended(face, begin(face, file.id).id)
     assert failed.status == "failed"
     assert failed.failed_at is not None
     assert (failed.output_file_id, failed.error_file_id) == (None, None)
-    assert {error.line for error in failed.errors.data} == {2, 3, 4}
+    assert {error.line for error in failed.errors.data} == {2, 3, 4, 5}
     assert all(error.code and error.message for error in failed.errors.data)
 
 

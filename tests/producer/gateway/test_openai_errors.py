@@ -49,7 +49,7 @@ def fails(kind: type[Exception], face: Face, **given: Any) -> Any:
 def test_a_wrong_request_is_a_bad_request_that_names_the_key(face: Face, given: dict[str, Any], param: str) -> None:
     error = fails(openai.BadRequestError, face, **given)
     assert (error.status_code, error.type) == (400, "invalid_request_error")
-    assert error.param == param
+    assert error.param.partition(".")[0] == param
     assert param in error.message
 
 
@@ -179,13 +179,15 @@ def test_a_tenant_sees_only_its_own_jobs_files_and_batches(keyed: Keyed, kind: s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_a_worker_and_without_redis_there_are_server_errors(own_stack: Stack, kind: str) -> None:
+def test_without_a_worker_and_without_redis_there_are_server_errors(
+    own_stack: Stack, own_redis: RedisServer, kind: str
+) -> None:
     gateway = own_stack.gateway(worker_timeout="0.5")
     face = Face(kind, gateway)
     error = fails(openai.InternalServerError, face)
     assert (error.status_code, error.code, error.type) == (503, "no_worker", "server_error")
     assert float(error.response.headers["retry-after"]) > 0
-    own_stack.queue.redis.execute_command("SHUTDOWN", "NOSAVE")
+    own_redis.kill()
     eventually(lambda: get(f"{gateway.url}/readyz").status == 503, 20)
     error = fails(openai.InternalServerError, face)
     assert (error.status_code, error.code) == (503, "redis_unavailable")

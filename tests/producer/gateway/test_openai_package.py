@@ -162,11 +162,20 @@ def test_completions_take_text_or_token_ids_and_stream(face: Face) -> None:
 
 
 def test_the_stream_helper_of_the_package_follows_a_chat(openai_client: openai.OpenAI) -> None:
-    with openai_client.chat.completions.stream(model="fake", messages=ASK, max_tokens=7) as stream:
-        kinds = {event.type for event in stream}
-        final = stream.get_final_completion()
-    assert {"chunk", "content.delta", "content.done"} <= kinds
-    assert final.choices[0].message.content == answer(7)
+    """The fake worker ends at `max_tokens`, which the helper reports as an error with all that was generated."""
+    helper = openai_client.chat.completions.stream(model="fake", messages=ASK, max_tokens=7)
+    deltas: list[str] = []
+
+    def follow() -> None:
+        with helper as stream:
+            deltas.extend(event.delta for event in stream if event.type == "content.delta")
+            stream.get_final_completion()
+
+    with pytest.raises(openai.LengthFinishReasonError) as raised:
+        follow()
+    assert raised.value.completion.choices[0].message.content == answer(7)
+    assert answer(7).startswith("".join(deltas))
+    assert deltas
 
 
 def test_the_raw_response_has_the_job_id_as_request_id(openai_client: openai.OpenAI) -> None:
