@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 from pydantic.fields import FieldInfo
 
 from engine.models.generation import GenerationDefaults
+from producer.gateway.metrics import Metrics
+from producer.gateway.settings import GatewaySettings
 from tokenmill.cli.console import Exit as Ends
-from tokenmill.cli.settings import option, variable
+from tokenmill.cli.settings import CommandSettings, option, variable
 from tokenmill.protocol.body import Body
 from worker.ops.exits import Exit
 from worker.ops.telemetry import Telemetry
@@ -52,16 +55,17 @@ def default(info: FieldInfo) -> str:
     return f"`{'on' if value is True else 'off' if value is False else value}`"
 
 
-def settings_table() -> str:
+def settings_table(kind: type[CommandSettings]) -> str:
     rows = ["| option | variable | default | meaning |", "|---|---|---|---|"]
-    for name, info in Settings.model_fields.items():
+    for name, info in kind.model_fields.items():
         meaning = (info.description or "").replace("|", "\\|")
         rows.append(f"| `{option(name)}` | `{variable(name)}` | {default(info)} | {meaning} |")
     return "\n".join(rows)
 
 
-def test_the_settings_table_is_what_the_code_has() -> None:
-    table = settings_table()
+@pytest.mark.parametrize("kind", [Settings, GatewaySettings])
+def test_the_settings_table_is_what_the_code_has(kind: type[CommandSettings]) -> None:
+    table = settings_table(kind)
     assert table in REFERENCE, f"docs/reference.md has another table of settings; it should be:\n\n{table}\n"
 
 
@@ -109,8 +113,9 @@ def test_no_document_names_a_private_path() -> None:
         )
 
 
-def test_every_metric_is_documented_with_its_labels_and_its_help() -> None:
-    for family in Telemetry().registry.collect():
+@pytest.mark.parametrize("registry", [Telemetry().registry, Metrics().registry], ids=["worker", "gateway"])
+def test_every_metric_is_documented_with_its_labels_and_its_help(registry: CollectorRegistry) -> None:
+    for family in registry.collect():
         labels = sorted({key for sample in family.samples for key in sample.labels if key != "le"})
         name = family.name + ("_total" if family.type == "counter" else "")
         row = f"| `{name}` | {family.type} | {', '.join(f'`{label}`' for label in labels)} | {family.documentation} |"
@@ -121,7 +126,7 @@ def test_every_log_event_is_documented() -> None:
     call = re.compile(r"\blog\.(?:debug|info|warning|error|exception)\(\s*\"([a-z_]+)\"")
     found = {
         name
-        for folder in ("worker", "engine")
+        for folder in ("worker", "engine", "producer/gateway", "producer/files")
         for p in (ROOT / folder).rglob("*.py")
         for name in call.findall(p.read_text())
     }

@@ -5,17 +5,15 @@ app = build(GatewaySettings(queue="default"))
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
+from producer.gateway import batches, files, generate, health, jobs, models, openapi
 from producer.gateway.auth import Auth
 from producer.gateway.errors import http_exception
 from producer.gateway.gateway import Gateway
@@ -27,8 +25,9 @@ from tokenmill.client.aio import AsyncClient
 
 __all__ = ["Gateway", "build"]
 
-MODULES: Final = ("health", "models", "generate", "jobs", "files", "batches", "openapi")
-"""The modules whose `ROUTES` are served."""
+ROUTES: list[BaseRoute] = [
+    route for module in (health, models, generate, jobs, files, batches, openapi) for route in module.ROUTES
+]
 
 
 def build(settings: GatewaySettings, *, client: AsyncClient | None = None) -> Starlette:
@@ -46,7 +45,7 @@ def build(settings: GatewaySettings, *, client: AsyncClient | None = None) -> St
     storage = None if settings.files is None else open_folder(settings.files)
     gateway = Gateway(settings, client, keys=keys, storage=storage)
     app = Starlette(
-        routes=_routes(),
+        routes=ROUTES,
         lifespan=_lifespan,
         exception_handlers={HTTPException: http_exception},
         middleware=[
@@ -58,12 +57,6 @@ def build(settings: GatewaySettings, *, client: AsyncClient | None = None) -> St
     )
     app.state.gateway = gateway
     return app
-
-
-def _routes() -> list[BaseRoute]:
-    names = [f"producer.gateway.{name}" for name in MODULES]
-    found = [importlib.import_module(name) for name in names if importlib.util.find_spec(name) is not None]
-    return [route for module in found for route in module.ROUTES]
 
 
 @asynccontextmanager

@@ -86,7 +86,7 @@ class Gateway:
         except TimeoutError as error:
             raise redis_away() from error
 
-    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str | None = None) -> asyncio.Task[Any]:
         """Run a coroutine in the background until it ends or the gateway stops; log its error under `name`."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)

@@ -19,6 +19,7 @@ class Metrics:
         self.requests = Counter(
             _PREFIX + "requests", "Answered requests by route and status code.", ["route", "status"], registry=registry
         )
+        self.requests.labels("unknown", "404")  # so that the series exists from the start
         self.in_flight = Gauge(_PREFIX + "requests_in_flight", "Requests that are being served.", registry=registry)
         self.streams = Gauge(_PREFIX + "streams_open", "Open event streams.", registry=registry)
         self.first_token = Histogram(

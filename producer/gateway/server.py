@@ -27,6 +27,7 @@ from producer.gateway.gateway import Gateway
 from producer.gateway.keys import KeysError
 from producer.gateway.middleware import MAX_HEADER_BYTES
 from producer.gateway.settings import GatewaySettings
+from producer.gateway.storing import FilesError
 from tokenmill.cli.console import unknown_variables
 from tokenmill.cli.logs import configure
 from tokenmill.protocol.connection import redact
@@ -49,8 +50,9 @@ def main(settings: GatewaySettings) -> int:
     try:
         app = build(settings)
     except KeysError as error:
-        print(f"--api-keys: {error}", file=sys.stderr)
-        return USAGE
+        return _usage(f"--api-keys: {error}")
+    except FilesError as error:
+        return _usage(str(error))
     return serve(app)
 
 
@@ -65,8 +67,7 @@ def serve(app: Starlette) -> int:
         sockets = listen(settings.host, settings.port)
     except OSError as error:
         why = error.strerror or str(error)
-        print(f"--host, --port: cannot listen on {settings.host}:{settings.port}: {why}", file=sys.stderr)
-        return USAGE
+        return _usage(f"--host, --port: cannot listen on {settings.host}:{settings.port}: {why}")
     protocol = functools.partial(
         Connection, header_timeout=settings.header_timeout, max_connections=_max_connections(settings)
     )
@@ -88,6 +89,11 @@ def serve(app: Starlette) -> int:
     server.run(sockets)
     log.info("gateway_ended", status=OK if server.started else ERROR)
     return OK if server.started else ERROR
+
+
+def _usage(message: str) -> int:
+    print(message, file=sys.stderr)
+    return USAGE
 
 
 def listen(host: str, port: int) -> list[socket.socket]:

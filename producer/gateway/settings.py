@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
-import os
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from tokenmill.cli.settings import CommandSettings, Size, variable
 from tokenmill.protocol.connection import DEFAULT_URL
@@ -19,9 +18,9 @@ _NAME = f"^{NAME.pattern}$"
 
 
 class GatewaySettings(CommandSettings):
-    """The settings of a gateway; immutable."""
+    """The settings of a gateway."""
 
-    redis: str = Field(default=DEFAULT_URL, description="Redis URL.")
+    redis: Annotated[str, AfterValidator(check_url)] = Field(default=DEFAULT_URL, description="URL of Redis or Valkey.")
     queue: str = Field(default=_KEYS.queue, pattern=_NAME, description="Name of the queue.")
     prefix: str = Field(default=_KEYS.prefix, pattern=_NAME, description="Prefix of every Redis key.")
 
@@ -69,7 +68,10 @@ class GatewaySettings(CommandSettings):
         default=10, gt=0, description="Seconds a client may take to send the headers of a request."
     )
     body_timeout: float = Field(
-        default=30, gt=0, description="Seconds without a byte of a request's body until the request is given up."
+        default=30,
+        gt=0,
+        description="Seconds without a byte of a request's body until the request gets status 408, as do bodies that "
+        "come slower than 500 bytes a second.",
     )
     drain_seconds: float = Field(
         default=25, ge=0, description="How long running requests may take after SIGTERM; their jobs go on in the queue."
@@ -97,15 +99,12 @@ class GatewaySettings(CommandSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        check_url(self.redis)
         if self.api_keys is not None and self.no_auth:
             raise ValueError("give --api-keys or --no-auth, not both")
         if self.api_keys is None and not self.no_auth and not self.loopback:
             raise ValueError(
                 f"--host {self.host} serves other machines: give --api-keys, or --no-auth to serve them without keys"
             )
-        if self.api_keys is not None and not os.path.isfile(self.api_keys):
-            raise ValueError(f"--api-keys: {self.api_keys} is no file")
         return self
 
 
