@@ -96,8 +96,8 @@ class EventStream(Response):
         line = _Line(send)
         try:
             async with self._inflight.watch(receive) as watch, aclosing(self._frames):
-                await line.send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 with line.kept_alive(watch):
+                    await line.send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     await self._pump(line)
         except Interrupted as interrupted:
             end = interrupted.end

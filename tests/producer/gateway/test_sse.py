@@ -33,6 +33,7 @@ class Client:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
+        await asyncio.sleep(0)
         await self.reads.wait()
         if message["type"] == "http.response.start":
             self.headers = dict(message["headers"])
