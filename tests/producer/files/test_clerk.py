@@ -19,6 +19,7 @@ from producer.files.rqjobs import enqueue_batch
 from tests.producer.files.shop import Shop
 from tests.producer.gateway.harness import Stack, stack
 from tests.support import RedisServer, eventually
+from tests.tokenmill.batch.files import request
 from tests.tokenmill.mini import MiniWorker
 
 pytestmark = pytest.mark.redis_server
@@ -201,6 +202,22 @@ def test_a_clerk_delivers_webhooks_while_a_batch_runs(office: Stack, shop: Shop,
     worker.release()
     ends(shop, batch_id)
     shop.check_whole(batch_id, numbers(2))
+
+
+def test_a_batch_outlives_a_crash_of_redis(own_redis: RedisServer, tmp_path: Path) -> None:
+    with stack(own_redis.url, tmp_path) as office:
+        shop = Shop(office.files, office.queue)
+        lines = [request(str(n), f"prompt {n}", max_tokens=4) for n in range(150)]
+        batch_id = shop.create([{**line, "body": {**line["body"], "model": "fake"}} for line in lines])
+        enqueue(office, shop, batch_id)
+        office.clerk()
+        office.worker(FAKE_STEP="0.05", max_num_seqs="4")
+        eventually(done(shop, batch_id, 1), LONG)
+        own_redis.kill()
+        own_redis.start()
+        ends(shop, batch_id)
+        good, _ = shop.check_whole(batch_id, numbers(150))
+        assert len(good) == 150
 
 
 def test_without_a_folder_a_clerk_runs_no_chores_of_files(office: Stack) -> None:
