@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import runpy
+import shutil
 import zipfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 import rq
+from openai import AuthenticationError, OpenAI
 from rq.serializers import JSONSerializer
 
 from tests.deploy.compose import Stack, dotenv, stack
@@ -36,9 +40,13 @@ def compose(images: Builder, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """The stack as a newcomer has it: `.env` made by deploy/env.py, the default profile; all of it healthy."""
     if REDIS_SERVER is None:
         pytest.skip("no redis-server on this machine")
-    filled = runpy.run_path(str(ROOT / "deploy" / "env.py"))["filled"]
-    environ = dotenv(filled((ROOT / ".env.example").read_text())) | {"KV_CACHE_MEMORY": "64MiB", "RQ_WORKERS": "1"}
-    with stack(ROOT, tmp_path_factory.mktemp("stack"), environ, images) as one:
+    folder = tmp_path_factory.mktemp("stack")
+    made = folder / "binds"  # what deploy/env.py writes
+    made.mkdir()
+    shutil.copy(ROOT / ".env.example", made)
+    assert runpy.run_path(str(ROOT / "deploy" / "env.py"))["main"](made) == 0
+    environ = dotenv((made / ".env").read_text()) | {"KV_CACHE_MEMORY": "64MiB", "RQ_WORKERS": "1"}
+    with stack(ROOT, folder, environ, images) as one:
         one.up()
         for name in one.containers:
             one.wait_healthy(name)
@@ -74,7 +82,7 @@ def test_a_producer_image_has_no_torch(images: Builder) -> None:
 
 
 def test_the_services_without_a_profile_come_up_and_pass_their_health_checks(compose: Stack) -> None:
-    assert set(compose.containers) == {"redis", "worker", "clerk", "rq-worker"}
+    assert set(compose.containers) == {"redis", "worker", "gateway", "clerk", "rq-worker"}
     assert all(container.health for containers in compose.containers.values() for container in containers)
 
 
@@ -95,6 +103,33 @@ def test_a_demo_producer_gets_its_text_and_ends(compose: Stack) -> None:
     assert len(said.split()) > 10
 
 
+def http(compose: Stack, **options: Any) -> OpenAI:
+    """A client of the gateway with the key that deploy/env.py made."""
+    given = {"api_key": compose.environ["GATEWAY_API_KEY"], "timeout": 60, **options}
+    return OpenAI(base_url=f"http://127.0.0.1:{compose.ports['gateway', '8000']}/v1", **given)
+
+
+def test_the_gateway_answers_with_the_first_key_only(compose: Stack) -> None:
+    with http(compose) as client:
+        (model,) = client.models.list()
+        asked: Any = {"model": model.id, "messages": [{"role": "user", "content": "Name a river."}], "max_tokens": 8}
+        assert client.chat.completions.create(**asked).choices[0].message.content
+    with http(compose, api_key="sk-another") as client, pytest.raises(AuthenticationError):
+        client.models.list()
+
+
+def test_a_batch_over_http_is_run_by_the_clerk(compose: Stack) -> None:
+    body = {"model": "smollm2-135m", "prompt": "One, two,", "max_tokens": 4}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    with http(compose) as client:
+        file = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+        made = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        eventually(lambda: client.batches.retrieve(made.id).status == "completed", timeout=120, interval=0.5)
+        output = client.batches.retrieve(made.id).output_file_id
+        assert output is not None
+        assert json.loads(client.files.content(output).text)["custom_id"] == "a"
+
+
 def test_rq_jobs_of_a_service_are_run_and_the_clerk_keeps_its_chores(compose: Stack) -> None:
     with closing(redis.Redis.from_url(url(compose, "clerk"))) as connection:
         queue = rq.Queue("tokenmill", connection=connection, serializer=JSONSerializer)
@@ -110,8 +145,8 @@ def test_two_workers_share_the_queue_and_stopping_the_stack_loses_no_job(compose
     with Client(url(compose, "client")) as client:
         ids = [client.submit(f"{n} and", max_tokens=24, ignore_eos=True).id for n in range(32)]
         eventually(lambda: any(client.redis.exists(client.keys.result(one)) for one in ids), timeout=60)
-        first = compose.stop("worker", "rq-worker", "clerk")
-        assert first == {"rq-worker": [0], "clerk": [0], "worker": [0, 0]}
+        first = compose.stop("worker", "rq-worker", "clerk", "gateway")
+        assert first == {"rq-worker": [0], "clerk": [0], "gateway": [0], "worker": [0, 0]}
         undone = sum(not client.redis.exists(client.keys.result(one)) for one in ids)
         assert sum(client.redis.xlen(lane) for lane in client.keys.lanes) == undone
     assert compose.stop() == {"redis": [0]}

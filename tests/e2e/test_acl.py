@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 from redis.exceptions import AuthenticationError, NoPermissionError
 
 from producer.janitor import clean_up
+from tests.producer.gateway.harness import GatewayProcess, client_of, get, post
 from tests.producer.rqprocess import rq_on
 from tests.support import RedisServer, eventually, free_port
 from tests.tokenmill.batch.files import request, write
@@ -26,7 +29,7 @@ from tokenmill.protocol.connection import command_client
 from tokenmill.protocol.keys import Keys
 from tokenmill.protocol.replies import CancelReply
 
-ROLES = ("producer", "client", "clerk", "worker", "operator")
+ROLES = ("producer", "client", "clerk", "worker", "gateway", "operator")
 FILE = Path(__file__).parents[2] / "deploy" / "redis-users.acl"
 KEYS = Keys("guarded")
 pytestmark = pytest.mark.redis_server
@@ -135,6 +138,42 @@ def test_a_clerk_can_do_its_chores_and_run_jobs(
         assert "NOPERM" not in process.log.upper()
 
 
+def test_a_gateway_can_serve_requests_and_have_the_clerk_run_batches(
+    urls: dict[str, str], roles: dict[str, redis.Redis], tmp_path: Path
+) -> None:
+    key = "sk-of-a-test"
+    (tmp_path / "keys").write_text(f"{hashlib.sha256(key.encode()).hexdigest()} t rpm=100 tpm=100000\n")
+    given = {"api_keys": str(tmp_path / "keys"), "files": str(tmp_path / "files")}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 3}}
+    with (
+        rq_on(MiniQueue(urls["clerk"], roles["clerk"], KEYS), tmp_path) as office,
+        inside(Queue(roles["operator"], urls["worker"], KEYS), FakeEngine(step_seconds=0.005), lease_seconds="1"),
+        closing(GatewayProcess(urls["gateway"], "guarded", tmp_path, batch_queue=office.jobs.name, **given)) as gateway,
+        client_of(gateway.wait_until_it_answers(), key) as client,
+    ):
+        clerk = office.worker("--worker-class", "producer.clerk.ClerkWorker", TOKENMILL_FILES=given["files"])
+        assert [model.id for model in client.models.list()] == ["fake"]
+        asked: Any = {"model": "fake", "prompt": "x", "max_tokens": 3}
+        text = client.completions.create(**asked, extra_headers={"Idempotency-Key": "k"}).choices[0].text
+        assert client.completions.create(**asked, extra_headers={"Idempotency-Key": "k"}).choices[0].text == text
+        assert "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)) == text
+        with client.completions.with_streaming_response.create(**{**asked, "max_tokens": 240}, stream=True) as left:
+            gone = left.headers["x-request-id"]
+        eventually(lambda: roles["operator"].exists(KEYS.result(gone)))  # cancelled, since its client has left
+        jobs, let_in = f"{gateway.url}/v1/jobs", {"authorization": f"Bearer {key}"}
+        assert post(jobs, {"id": "over-http", "delay": 60, "body": {"prompt": "x"}}, **let_in).status == 202
+        assert post(f"{jobs}/over-http/cancel", {}, **let_in).status == 200
+        assert get(f"{jobs}/over-http?wait=10", **let_in).json["status"] == "cancelled"
+        assert get(f"{jobs}/over-http/events", **let_in).status == 200
+        file = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+        made = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="1h")
+        eventually(lambda: client.batches.retrieve(made.id).status == "completed", 60)
+        assert clerk.stop() == 0
+        for log in (gateway.log, clerk.log):
+            assert "NOPERM" not in log.upper()
+            assert "NO PERMISSION" not in log.upper()
+
+
 def test_a_client_without_a_role_is_refused(urls: dict[str, str]) -> None:
     with closing(command_client(urls["nobody"], retries=0)) as client, pytest.raises(AuthenticationError):
         client.ping()
@@ -204,6 +243,32 @@ def test_a_client_cannot_take_jobs_or_steer_the_queue(roles: dict[str, redis.Red
         ("SCAN", "0"),
     ):
         refused(client, *command)
+
+
+def test_a_gateway_cannot_take_jobs_steer_the_queue_or_touch_jobs_of_rq(roles: dict[str, redis.Redis]) -> None:
+    gateway, lane = roles["gateway"], KEYS.lane("normal")
+    for command in (
+        ("XREADGROUP", "GROUP", "workers", "me", "STREAMS", lane, ">"),
+        ("XAUTOCLAIM", lane, "workers", "me", "0", "0"),
+        ("XGROUP", "DELCONSUMER", lane, "workers", "w"),
+        ("XTRIM", lane, "MAXLEN", "0"),
+        ("HSET", KEYS.meta, "paused", "1"),
+        ("HGETALL", KEYS.meta),
+        ("XRANGE", KEYS.dead, "-", "+"),
+        ("XRANGE", KEYS.callbacks, "-", "+"),
+        ("HSET", KEYS.worker("w"), "status", "ready"),
+        ("DEL", KEYS.worker("w")),
+        ("HGETALL", "rq:job:j"),
+        ("DEL", "rq:job:j"),
+        ("LPOP", "rq:queue:clerk"),
+        ("LRANGE", "rq:queue:clerk", "0", "-1"),
+        ("SMEMBERS", "rq:workers"),
+        ("PUBLISH", "rq:pubsub:w", "{}"),
+        ("EVAL", "return 1", "0"),
+        ("SCAN", "0"),
+        ("INFO",),
+    ):
+        refused(gateway, *command)
 
 
 def test_a_clerk_cannot_take_jobs_or_steer_the_queue(roles: dict[str, redis.Redis]) -> None:
