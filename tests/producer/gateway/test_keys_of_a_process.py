@@ -29,13 +29,13 @@ def guarded(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory)
         yield made, gateway, keys, path
 
 
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
+def bearer(key: str) -> str:
+    return f"Bearer {key}"
 
 
 def complete(gateway: GatewayProcess, key: str, **body: object) -> tuple[int, dict[str, object], str]:
     given = {"model": "fake", "prompt": "x", "max_tokens": 2} | body
-    answer = post(f"{gateway.url}/v1/completions", given, **bearer(key))
+    answer = post(f"{gateway.url}/v1/completions", given, authorization=bearer(key))
     return answer.status, answer.json, answer.headers.get("retry-after", "")
 
 
@@ -58,7 +58,7 @@ def test_a_key_is_charged_the_tokens_that_its_job_used_instead_of_the_estimate(g
     made, gateway, keys, _ = guarded
     key = keys["streamer" if stream else "talker"]
     body = {"model": "fake", "prompt": "x" * 80, "max_tokens": 3, "stream": stream}
-    assert post(f"{gateway.url}/v1/completions", body, **bearer(key)).status == 200
+    assert post(f"{gateway.url}/v1/completions", body, authorization=bearer(key)).status == 200
     rate = made.queue.keys.rate(hashlib.sha256(key.encode()).hexdigest()[:16])
     eventually(lambda: made.queue.hash(rate)["tokens"] == "83")  # the fake worker's tokens are bytes
     status, error, _ = complete(gateway, key, max_tokens=18)
@@ -71,20 +71,23 @@ def test_a_key_cannot_use_a_higher_lane_than_its_own(
     _, gateway, keys, _ = guarded
     job = {"body": {"prompt": "x", "max_tokens": 2}}
     for lane, status in (("high", 400), ("normal", 400), ("low", 202), (None, 202)):
-        answer = post(f"{gateway.url}/v1/jobs", job | {"priority": lane}, **bearer(keys["humble"]))
+        answer = post(f"{gateway.url}/v1/jobs", job | {"priority": lane}, authorization=bearer(keys["humble"]))
         assert answer.status == status, answer.body
-    assert post(f"{gateway.url}/v1/jobs", job | {"priority": "high"}, **bearer(keys["other"])).status == 202
+    assert post(f"{gateway.url}/v1/jobs", job | {"priority": "high"}, authorization=bearer(keys["other"])).status == 202
 
 
 def test_a_job_of_another_tenant_is_unknown(guarded: Guarded) -> None:
     _, gateway, keys, _ = guarded
     job = {"body": {"prompt": "x", "max_tokens": 2}}
-    made = post(f"{gateway.url}/v1/jobs", job, **bearer(keys["humble"])).json
+    made = post(f"{gateway.url}/v1/jobs", job, authorization=bearer(keys["humble"])).json
     for path in ("", "?wait=1", "/events"):
-        assert get(f"{gateway.url}/v1/jobs/{made['id']}{path}", **bearer(keys["other"])).status == 404
-    assert post(f"{gateway.url}/v1/jobs/{made['id']}/cancel", {}, **bearer(keys["other"])).status == 404
-    assert get(f"{gateway.url}/v1/jobs/{made['id']}?wait=30", **bearer(keys["humble"])).json["status"] == "succeeded"
-    assert post(f"{gateway.url}/v1/jobs", job | {"tenant": "other"}, **bearer(keys["humble"])).status == 400
+        assert get(f"{gateway.url}/v1/jobs/{made['id']}{path}", authorization=bearer(keys["other"])).status == 404
+    assert post(f"{gateway.url}/v1/jobs/{made['id']}/cancel", {}, authorization=bearer(keys["other"])).status == 404
+    assert (
+        get(f"{gateway.url}/v1/jobs/{made['id']}?wait=30", authorization=bearer(keys["humble"])).json["status"]
+        == "succeeded"
+    )
+    assert post(f"{gateway.url}/v1/jobs", job | {"tenant": "other"}, authorization=bearer(keys["humble"])).status == 400
 
 
 def test_a_changed_file_of_keys_takes_effect_while_the_gateway_runs(
@@ -93,13 +96,13 @@ def test_a_changed_file_of_keys_takes_effect_while_the_gateway_runs(
     made, *_ = guarded
     path, keys = made.keys_file(old="")
     gateway = made.gateway(api_keys=str(path))
-    assert get(f"{gateway.url}/v1/models", **bearer(keys["old"])).status == 200
+    assert get(f"{gateway.url}/v1/models", authorization=bearer(keys["old"])).status == 200
     path.write_text("nonsense\n")
     eventually(lambda: "api_keys_refused" in gateway.log)
-    assert get(f"{gateway.url}/v1/models", **bearer(keys["old"])).status == 200
+    assert get(f"{gateway.url}/v1/models", authorization=bearer(keys["old"])).status == 200
     path.write_text(f"{hashlib.sha256(b'new').hexdigest()} new\n")
-    eventually(lambda: get(f"{gateway.url}/v1/models", **bearer("new")).status == 200)
-    assert get(f"{gateway.url}/v1/models", **bearer(keys["old"])).status == 401
+    eventually(lambda: get(f"{gateway.url}/v1/models", authorization=bearer("new")).status == 200)
+    assert get(f"{gateway.url}/v1/models", authorization=bearer(keys["old"])).status == 401
 
 
 def test_neither_log_nor_metrics_nor_an_answer_has_a_key_or_a_prompt(
@@ -108,15 +111,19 @@ def test_neither_log_nor_metrics_nor_an_answer_has_a_key_or_a_prompt(
     _, gateway, keys, path = guarded
     secret = "sk-wrong-0123456789"
     answers = [
-        get(f"{gateway.url}/v1/models", **bearer(secret)),
-        get(f"{gateway.url}/v1/models?api_key={secret}", **bearer(keys["other"])),
-        get(f"{gateway.url}/{secret}", **bearer(secret)),
-        post(f"{gateway.url}/v1/completions", {"model": "fake", "prompt": PROMPT}, **bearer(secret)),
-        post(f"{gateway.url}/v1/completions", {"model": "fake", "prompt": PROMPT}, **bearer(keys["slow"])),
-        post(f"{gateway.url}/v1/completions", {"model": secret, "prompt": PROMPT}, **bearer(keys["talker"])),
-        post(f"{gateway.url}/v1/completions", {"prompt": [PROMPT], "stop": {}}, **bearer(keys["other"])),
-        post(f"{gateway.url}/v1/completions", b'{"prompt": "' + PROMPT.encode(), **bearer(keys["other"])),
-        post(f"{gateway.url}/v1/jobs", {"body": {"prompt": PROMPT, "max_tokens": 3}}, **bearer(keys["other"])),
+        get(f"{gateway.url}/v1/models", authorization=bearer(secret)),
+        get(f"{gateway.url}/v1/models?api_key={secret}", authorization=bearer(keys["other"])),
+        get(f"{gateway.url}/{secret}", authorization=bearer(secret)),
+        post(f"{gateway.url}/v1/completions", {"model": "fake", "prompt": PROMPT}, authorization=bearer(secret)),
+        post(f"{gateway.url}/v1/completions", {"model": "fake", "prompt": PROMPT}, authorization=bearer(keys["slow"])),
+        post(
+            f"{gateway.url}/v1/completions", {"model": secret, "prompt": PROMPT}, authorization=bearer(keys["talker"])
+        ),
+        post(f"{gateway.url}/v1/completions", {"prompt": [PROMPT], "stop": {}}, authorization=bearer(keys["other"])),
+        post(f"{gateway.url}/v1/completions", b'{"prompt": "' + PROMPT.encode(), authorization=bearer(keys["other"])),
+        post(
+            f"{gateway.url}/v1/jobs", {"body": {"prompt": PROMPT, "max_tokens": 3}}, authorization=bearer(keys["other"])
+        ),
     ]
     assert [answer.status for answer in answers[:4]] == [401, 200, 401, 401]
     assert all(answer.status < 500 for answer in answers)
