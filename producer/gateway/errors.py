@@ -9,6 +9,7 @@ from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
+from starlette.routing import Match, Route
 
 from producer.gateway.gateway import redis_away
 from tokenmill.openai.errors import ApiError, error_of_job_error
@@ -70,7 +71,20 @@ async def http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     response = response_of(_of_status(error))
     response.headers.update(error.headers or {})
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        response.headers["Allow"] = ", ".join(sorted(_methods(request)))
     return response
+
+
+def _methods(request: Request) -> set[str]:
+    """Return the methods of all routes of a request's path; Starlette's error names those of the first one."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    return {
+        method
+        for route in routes
+        if route.matches(request.scope)[0] is not Match.NONE
+        for method in route.methods or ()
+    }
 
 
 __all__ = ["ClientDisconnect", "api_error", "http_exception", "internal_error", "response_of"]

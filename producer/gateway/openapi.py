@@ -103,7 +103,7 @@ def _jobs() -> Json:
     create = _operation("create_job", "Enqueue a job.", {JSON: "JobAccepted"}, _IDEMPOTENCY, errors=new, body=body)
     accepted = create["responses"].pop("200")
     accepted["headers"] |= {"Location": _header("Path of the job.")}
-    create["responses"]["202"] = accepted
+    create["responses"]["202"] = {**accepted, "links": _links("job_id", "get_job", "get_job_events", "cancel_job")}
     read = _operation("get_job", "State and result of a job.", {JSON: "Job"}, one, waits, errors=faults)
     follow = _operation("get_job_events", "Events of a job.", {SSE: None}, one, after, resume, errors=faults)
     cancel = _operation("cancel_job", "Cancel a job.", {JSON: "JobCancelled"}, one, errors=faults)
@@ -119,6 +119,7 @@ def _files() -> Json:
     one, summary, body = _path("file_id"), "Upload the requests of a batch.", {"multipart/form-data": "FileUpload"}
     purpose = _query("purpose", {"enum": ["batch", "batch_output"]}, "Only files of this purpose.")
     create = _operation("create_file", summary, {JSON: "File"}, errors=(400, 404, 408, 413), body=body)
+    create["responses"]["200"]["links"] = _links("file_id", "get_file", "get_file_content", "delete_file")
     pages = _operation("list_files", "List files.", {JSON: "Files"}, *_page(10_000), purpose, errors=(400, 404))
     read = _operation("get_file", "Describe a file.", {JSON: "File"}, one, errors=(404,))
     delete = _operation("delete_file", "Delete a file.", {JSON: "FileDeleted"}, one, errors=(404,))
@@ -134,6 +135,7 @@ def _batches() -> Json:
     one, batch, faults = _path("batch_id"), {JSON: "Batch"}, (400, 404, 408, 409, 413)
     body = {JSON: "BatchRequest"}
     create = _operation("create_batch", "Run an uploaded file.", batch, _IDEMPOTENCY, errors=faults, body=body)
+    create["responses"]["200"]["links"] = _links("batch_id", "get_batch", "cancel_batch")
     pages = _operation("list_batches", "List batches.", {JSON: "Batches"}, *_page(100), errors=(400, 404))
     return {
         "/v1/batches": {"post": create, "get": pages},
@@ -198,6 +200,11 @@ def _page(most: int) -> list[Json]:
         _query("after", {"type": "string"}, "Begin after the entry with this id."),
         _query("order", {"enum": ["asc", "desc"]}, "By time of creation."),
     ]
+
+
+def _links(parameter: str, *operations: str) -> Json:
+    """Return links from the `id` of an answer to the operations that take it."""
+    return {name: {"operationId": name, "parameters": {parameter: "$response.body#/id"}} for name in operations}
 
 
 _IDEMPOTENCY: Final[Json] = {

@@ -15,7 +15,7 @@ from producer.gateway.app import build
 from producer.gateway.openapi import document
 from producer.gateway.openapi_schemas import REF
 from producer.gateway.settings import GatewaySettings
-from tests.producer.gateway.harness import GatewayProcess, get, post
+from tests.producer.gateway.harness import GatewayProcess, ask, get, post
 from tokenmill.protocol.body import Body, encode_body
 from tokenmill.protocol.errors import JobError
 
@@ -96,3 +96,10 @@ def test_the_document_is_served_without_a_key(gateway: GatewayProcess) -> None:
     assert answer.status == 200
     assert answer.json == json.loads(json.dumps(document()))
     assert post(f"{gateway.url}/openapi.json", {}).status == 405
+
+
+@pytest.mark.redis_server
+def test_a_wrong_method_is_told_which_methods_its_path_takes(gateway: GatewayProcess) -> None:
+    answer = ask("PUT", f"{gateway.url}/v1/files", {})
+    assert (answer.status, answer.json["error"]["code"]) == (405, "method_not_allowed")
+    assert answer.headers["allow"] == "GET, HEAD, POST"

@@ -27,14 +27,20 @@ not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", 503, 504]
 """
 
 
-def schemathesis(gateway: GatewayProcess, key: str, folder: Path, seed: int, examples: int) -> tuple[int, str]:
+PHASES = "examples,coverage,fuzzing,stateful"
+"""`coverage` sends some two thousand requests, most of them faulty; the others send as many as they are told."""
+
+
+def schemathesis(
+    gateway: GatewayProcess, key: str, folder: Path, seed: int, examples: int, phases: str = PHASES
+) -> tuple[int, str]:
     """Run schemathesis against a gateway; return its exit status and report."""
     config = folder / "schemathesis.toml"
     config.write_text(CONFIG)
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run", "--no-color"]
     command += ["--header", f"Authorization: Bearer {key}", "--seed", str(seed), "--max-examples", str(examples)]
     command += ["--continue-on-failure", "--generation-database", "none", "--suppress-health-check", "all"]
-    command += ["--request-timeout", "30", f"{gateway.url}/openapi.json"]
+    command += ["--phases", phases, "--request-timeout", "30", f"{gateway.url}/openapi.json"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=3000, check=False)
     return done.returncode, done.stdout + done.stderr
 
@@ -57,11 +63,16 @@ def check_calm(gateway: GatewayProcess, key: str) -> None:
 
 
 @pytest.mark.redis_server
-@pytest.mark.timeout(600)
-def test_no_request_gets_an_answer_that_the_document_lacks(redis_server: RedisServer, tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("phases", "examples"), [("fuzzing,stateful", 10), pytest.param(PHASES, 20, marks=pytest.mark.slow)]
+)
+def test_no_request_gets_an_answer_that_the_document_lacks(
+    redis_server: RedisServer, tmp_path: Path, phases: str, examples: int
+) -> None:
     with stack(redis_server.url, tmp_path) as made:
         gateway, key = prepared(made)
-        status, report = schemathesis(gateway, key, tmp_path, seed=1, examples=8)
+        status, report = schemathesis(gateway, key, tmp_path, 1, examples, phases)
         assert status == 0, report
         check_calm(gateway, key)
 
