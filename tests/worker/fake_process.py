@@ -1,8 +1,9 @@
 """`python -m tests.worker.fake_process`: a real worker process with a fake engine; settings come from the environment.
 
-`FAKE_STEP`: seconds a step takes; `FAKE_HANG`: the step at which the engine hangs; `FAKE_KILL`: a prompt whose tenth
-token kills the process; `FAKE_KILL_READER`: a prompt that kills the process when it is tokenised; `FAKE_SHIFT`: a
-number that is added to each token, so that the text differs from that of other processes.
+`FAKE_STEP`: seconds a step takes; `FAKE_LENGTH`: maximum number of tokens of a sequence; `FAKE_HANG`: the step at which
+the engine hangs; `FAKE_KILL`: a prompt whose tenth token kills the process; `FAKE_KILL_READER`: a prompt that kills the
+process when it is tokenised; `FAKE_SHIFT`: a number that is added to each token, so that the text differs from that of
+other processes.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ class DeadlyTokenizer(FakeTokenizer):
 
 
 def load(settings: Any) -> Loaded:
-    slots = settings.max_num_seqs
-    engine = Faulty(max_num_seqs=slots, step_seconds=float(os.environ.get("FAKE_STEP", "0")))
+    slots, length = settings.max_num_seqs, int(os.environ.get("FAKE_LENGTH", "256"))
+    step = float(os.environ.get("FAKE_STEP", "0"))
+    engine = Faulty(max_num_seqs=slots, capacity=length, step_seconds=step)
     engine.shift = int(os.environ.get("FAKE_SHIFT", "0"))
-    model = FakeModel(tokenizer=DeadlyTokenizer())
+    model = FakeModel(tokenizer=DeadlyTokenizer(), max_model_len=length)
     return Loaded(engine, model, Translator(settings, engine, model, Refusal))
 
 
