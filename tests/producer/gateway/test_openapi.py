@@ -99,7 +99,7 @@ def test_the_document_is_served_without_a_key(gateway: GatewayProcess) -> None:
 
 
 @pytest.mark.redis_server
-def test_a_wrong_method_is_told_which_methods_its_path_takes(gateway: GatewayProcess) -> None:
+def test_the_answer_to_a_wrong_method_names_the_methods_of_its_path(gateway: GatewayProcess) -> None:
     answer = ask("PUT", f"{gateway.url}/v1/files", {})
     assert (answer.status, answer.json["error"]["code"]) == (405, "method_not_allowed")
     assert answer.headers["allow"] == "GET, HEAD, POST"
