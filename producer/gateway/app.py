@@ -55,6 +55,7 @@ def build(settings: GatewaySettings, *, client: AsyncClient | None = None) -> St
             Middleware(Bodies, gateway=gateway),
         ],
     )
+    app.router.redirect_slashes = False  # the target would have the scheme and host that a proxy sees
     app.state.gateway = gateway
     return app
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import socket
 import sys
-from typing import Any, Final, cast
+from typing import Any, ClassVar, Final, cast
 
 import h11
 import orjson
@@ -28,6 +28,8 @@ STALL_SECONDS: Final = 300
 """How long a client may take nothing of an answer."""
 KEEP_ALIVE_SECONDS: Final = 65
 """How long a connection may be idle after a request; longer than proxies keep theirs."""
+WARN_SECONDS: Final = 60
+"""Minimum time between two warnings of too many connections."""
 _PROBES: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": STALL_SECONDS * 1000}
 """Options of a connection's socket: a client that vanished is noticed while the gateway has nothing to send, too."""
 
@@ -39,6 +41,9 @@ class Connection(H11Protocol):
         header_timeout: seconds for the headers of a request.
         max_connections: maximum number of connections; a further connection is closed at once.
     """
+
+    _warn_from: ClassVar[float] = 0.0
+    """When, by the clock of the loop, the next warning may be logged."""
 
     def __init__(
         self,
@@ -58,7 +63,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self._max_connections:
-            log.warning("too_many_connections", limit=self._max_connections)
+            self._warn()
             transport.abort()
             return
         _watch_peer(transport.get_extra_info("socket"))
@@ -109,6 +114,13 @@ class Connection(H11Protocol):
             for event in _answer(error):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+    def _warn(self) -> None:
+        """Log that there are too many connections, each `WARN_SECONDS` at most."""
+        now = self.loop.time()
+        if now >= Connection._warn_from:
+            Connection._warn_from = now + WARN_SECONDS
+            log.warning("too_many_connections", limit=self._max_connections)
 
     @property
     def _idle(self) -> bool:

@@ -100,13 +100,19 @@ class Gateway:
 
     async def watch_redis(self) -> None:
         """Ping Redis each second, for ever, and keep `redis_up`."""
+        silent = 0
         while True:
             started = time.monotonic()
             try:
                 async with asyncio.timeout(PING_SECONDS):
                     await self.client.redis.ping()
+                silent = 0
                 self._note(up=True)
-            except (RedisError, OSError, TimeoutError) as error:
+            except TimeoutError:  # once: perhaps this process was too busy to read the reply
+                silent += 1
+                if silent > 1:
+                    self._note(up=False)
+            except (RedisError, OSError) as error:
                 self._note(up=False, error=error)
             await asyncio.sleep(max(0.05, PING_SECONDS - (time.monotonic() - started)))
 

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from producer.gateway.errors import api_error, internal_error, response_of
 from producer.gateway.gateway import Gateway
 from tokenmill.openai.errors import ApiError
+from tokenmill.protocol.keys import is_name
 
 log = structlog.get_logger()
 
@@ -87,7 +88,7 @@ class _Exchange:
     def __init__(self, scope: Scope, send: Send) -> None:
         self.scope, self._send = scope, send
         self.state = scope.setdefault("state", {})
-        self.id = f"req-{secrets.token_hex(12)}"
+        self._own_id = f"req-{secrets.token_hex(12)}"
         self.status = 0
         self.complete = False
         self.started_at = time.monotonic()
@@ -96,7 +97,7 @@ class _Exchange:
         """Pass a message on, with `X-Request-Id` in the headers."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            MutableHeaders(scope=message)["X-Request-Id"] = self.state.get("job_id") or self.id
+            MutableHeaders(scope=message)["X-Request-Id"] = self.id
         elif message["type"] == "http.response.body":
             self.complete = not message.get("more_body", False)
         await self._send(message)
@@ -115,6 +116,12 @@ class _Exchange:
             await response(self.scope, receive, self.send)
 
     @property
+    def id(self) -> str:
+        """The id of the job, where the request has one; else an id of the request's own."""
+        job_id = self.state.get("job_id")
+        return job_id if isinstance(job_id, str) and is_name(job_id) else self._own_id
+
+    @property
     def route(self) -> str:
         """The path of the route, with the names of its parameters; `unknown` for a path without route."""
         return getattr(self.scope.get("route"), "path", "unknown")
@@ -123,7 +130,7 @@ class _Exchange:
         """Return the fields of a log line about the request."""
         caller = self.state.get("caller")
         return {
-            "id": self.state.get("job_id") or self.id,
+            "id": self.id,
             "method": self.scope["method"][:16],
             "route": self.route,
             "key": getattr(caller, "key", None) or None,

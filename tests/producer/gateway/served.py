@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator
 
@@ -10,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from producer.gateway import connection
 from producer.gateway.app import build
 from producer.gateway.requests import gateway_of, limit_body, read_json
 from producer.gateway.server import serve
@@ -21,7 +23,7 @@ LARGE = 4 * 1024 * 1024
 
 async def echo(request: Request) -> Response:
     """Answer with the JSON of the body."""
-    request.state.job_id = "job-7"
+    request.state.job_id = request.query_params.get("id", "job-7")
     return JSONResponse(await read_json(request))
 
 
@@ -77,6 +79,7 @@ async def boom(request: Request) -> Response:
 
 
 if __name__ == "__main__":
+    connection.STALL_SECONDS = int(os.environ.get("SERVED_STALL_SECONDS", connection.STALL_SECONDS))
     settings = GatewaySettings()
     configure(settings.log_format, settings.log_level)
     app = build(settings)

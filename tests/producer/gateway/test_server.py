@@ -40,13 +40,15 @@ class Answer(NamedTuple):
 class Served:
     """A gateway process with the routes of `served.py`."""
 
-    def __init__(self, folder: Path, **options: str) -> None:
+    def __init__(self, folder: Path, *, open_files: int | None = None, **options: str) -> None:
         self.port = free_port()
         self.log_file = folder / "gateway.log"
         settings = {"redis": REDIS_AWAY, "port": str(self.port), "log_format": "json", "log_level": "debug", **options}
-        given = {f"TOKENMILL_{name.upper()}": value for name, value in settings.items()}
+        given = {name if name.isupper() else f"TOKENMILL_{name.upper()}": value for name, value in settings.items()}
         with self.log_file.open("wb") as out:
             command = [sys.executable, "-m", "tests.producer.gateway.served"]
+            if open_files is not None:
+                command = ["bash", "-c", f'ulimit -n {open_files} && exec "$@"', "bash", *command]
             self.popen = subprocess.Popen(command, env={**os.environ, **given}, stdout=out, stderr=out)
 
     @property
@@ -80,6 +82,12 @@ class Served:
 
     def lives(self) -> bool:
         return self.ask("GET /healthz HTTP/1.1").status == 200
+
+    def answers(self) -> bool:
+        try:
+            return self.lives()
+        except (AssertionError, ConnectionError):
+            return False
 
     def close(self) -> None:
         if self.popen.poll() is None:
@@ -132,7 +140,7 @@ def own(tmp_path: Path) -> Iterator[Any]:
     """Starts gateways for one test."""
     made: list[Served] = []
 
-    def start(**options: str) -> Served:
+    def start(**options: Any) -> Served:
         made.append(Served(tmp_path, **options))
         return made[-1].wait()
 
@@ -290,6 +298,32 @@ def test_a_client_that_reads_nothing_does_not_make_the_gateway_grow(served: Serv
         assert rss() - before < 32 * 1024
 
 
+def test_a_client_that_takes_nothing_of_its_answer_is_disconnected(own: Any) -> None:
+    served = own(SERVED_STALL_SECONDS="1")
+    with served.connect() as sock:
+        sock.sendall(b"GET /flood HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        eventually(
+            lambda: [line for line in served.events("request") if line["route"] == "/flood" and not line["complete"]],
+            GENEROUS_S,
+        )
+        assert ended(sock)
+
+
+def test_connections_over_the_limit_of_open_files_are_closed_and_the_gateway_lives(own: Any) -> None:
+    served = own(open_files=100, header_timeout="3600")
+    held = [served.connect() for _ in range(40)]
+    try:
+        (line, *_) = eventually(lambda: served.events("too_many_connections"), GENEROUS_S)
+        assert line["limit"] < 40
+        assert all(ended(sock) for sock in held[line["limit"] :])
+        for sock in held[: line["limit"]]:
+            sock.close()
+        eventually(served.answers, GENEROUS_S)
+    finally:
+        for sock in held:
+            sock.close()
+
+
 # ── faulty requests ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -366,6 +400,7 @@ def test_unknown_paths_and_methods_get_openais_errors(served: Served) -> None:
     wrong = served.ask("DELETE /echo HTTP/1.1")
     assert (wrong.status, wrong.error["code"], wrong.headers["allow"]) == (405, "method_not_allowed", "POST")
     assert served.ask("OPTIONS /echo HTTP/1.1").status == 405
+    assert served.ask("GET /healthz/ HTTP/1.1").status == 404
     assert "access-control-allow-origin" not in served.ask("OPTIONS /echo HTTP/1.1").headers
 
 
@@ -402,6 +437,13 @@ def test_each_answer_has_a_request_id_which_is_the_jobs_where_there_is_a_job(ser
     ids = {served.ask(f"GET {path} HTTP/1.1").headers["x-request-id"] for path in ("/healthz", "/nothing", "/boom")}
     assert len(ids) == 3
     assert all(ids)
+
+
+def test_an_id_that_no_header_can_hold_is_not_sent(served: Served) -> None:
+    answer = served.post("/echo?id=a%0d%0aX-Evil:%201%E2%82%AC", b"{}")
+    assert answer.status == 200
+    assert answer.headers["x-request-id"].startswith("req-")
+    assert "x-evil" not in answer.headers
 
 
 def test_the_log_and_the_metrics_name_the_route_and_never_bodies_keys_or_queries(served: Served) -> None:
