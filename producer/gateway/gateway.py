@@ -124,7 +124,7 @@ class Gateway:
         if up:
             log.info("redis_back", url=where)
         else:
-            log.warning("redis_away", url=where, message=str(error) or "no answer")
+            log.warning("redis_away", url=where, message=str(error or "") or "no answer")
 
     async def close(self) -> None:
         """Finish the cancels of jobs, cancel the other background tasks and close the connections."""

@@ -294,9 +294,9 @@ def test_a_check_of_the_environment_does_not_run_a_services_own_worker(tmp_path:
 
 
 @pytest.mark.parametrize("path", ["", "."])
-@pytest.mark.parametrize("name", ["worker", "demo"])
-def test_a_worker_command_imports_our_packages_where_the_folder_has_files_of_their_names(
-    tmp_path: Path, name: str, path: str
+@pytest.mark.parametrize(("name", "option"), [("worker", "--model"), ("demo", "--model"), ("gateway", "--api-keys")])
+def test_a_command_of_an_extra_imports_our_packages_where_the_folder_has_files_of_their_names(
+    tmp_path: Path, name: str, option: str, path: str
 ) -> None:
     for own in NAMES:
         (tmp_path / f"{own}.py").write_text(f"raise ImportError('{own}.py belongs to the service')\n")
@@ -305,7 +305,7 @@ def test_a_worker_command_imports_our_packages_where_the_folder_has_files_of_the
     command = [sys.executable, "-c", start, name]
     shown = subprocess.run([*command, "--help"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert "--model" in shown.stdout
+    assert option in shown.stdout
 
 
 def test_the_demos_worker_imports_our_packages_where_the_folder_has_files_of_their_names(

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from producer.gateway.settings import VARIABLES as OF_THE_GATEWAY
+from tokenmill.protocol.environment import COMMANDS, GATEWAY, misspelt
 from tokenmill.protocol.environment import KNOWN as WITHOUT_WORKER
-from tokenmill.protocol.environment import misspelt
 from worker.settings import VARIABLES
 
 KNOWN = WITHOUT_WORKER | VARIABLES
@@ -57,3 +58,7 @@ def test_every_variable_that_code_or_docs_name_is_known(folder: str) -> None:
         for name in re.findall(r"\bTOKENMILL_[A-Z][A-Z_]+[A-Z]\b", path.read_text())
     }
     assert named - {"TOKENMILL_SOME_NAME", "TOKENMILL_QUEU"} <= KNOWN
+
+
+def test_the_names_of_the_gateways_settings_are_those_of_its_fields() -> None:
+    assert COMMANDS | GATEWAY == OF_THE_GATEWAY
