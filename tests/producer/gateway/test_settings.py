@@ -67,6 +67,6 @@ def test_a_wrong_value_is_refused_under_the_name_of_its_option(given: dict[str, 
 
 def test_a_wrong_url_is_refused_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENMILL_REDIS", "http://user:secret@localhost")
-    with pytest.raises(ValueError, match="^TOKENMILL_REDIS: ") as raised:
+    with pytest.raises(ValueError, match=r"^TOKENMILL_REDIS: ") as raised:
         GatewaySettings.of({})
     assert "secret" not in str(raised.value)
