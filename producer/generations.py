@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from tokenmill.protocol.keys import Keys
 from tokenmill.protocol.result import Result
@@ -26,13 +27,13 @@ def generation_keys(keys: Keys, request: str) -> list[str]:
     return [keys.result(request), keys.cancel(request)]
 
 
-def is_over(values: Sequence[bytes | None], without_success: Callable[[Result], bool]) -> bool:
+def is_over(values: Sequence[Any], without_success: Callable[[Result], bool]) -> bool:
     """Return whether the next generation is to be used.
 
     A generation without a result is over if a cancel of it is set.
 
     Args:
-        values: the values of `generation_keys`.
+        values: the values of `generation_keys`, in bytes.
         without_success: says of a result whether the request may be submitted again.
     """
     raw, cancel = values

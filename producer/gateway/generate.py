@@ -5,7 +5,6 @@ The client's connection is the job's reason to run: a client that goes away, or 
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -37,9 +36,8 @@ from tokenmill.protocol.result import Result, Status
 
 TTL_MARGIN_S: Final = 30.0
 """How much longer than its request a job may live, so that the gateway's time-out comes first."""
-TIMED_OUT: Final = "request timed out"
 RESTARTED: Final = "text changed after a restart"
-_UNANSWERED: Final = frozenset({End.GONE.value, End.STALLED.value, TIMED_OUT, RESTARTED, UNKNOWN})
+_UNANSWERED: Final = frozenset({End.GONE.value, End.STALLED.value, End.TIMED_OUT.value, RESTARTED, UNKNOWN})
 """Reasons of the gateway's cancels: a repeated request with the same Idempotency-Key gets a new job."""
 _ANSWERS: Final = {CHAT: chat_completion, COMPLETIONS: completion}
 
@@ -69,22 +67,19 @@ ROUTES = [
 async def _generate(request: Request, url: str) -> Response:
     gateway, timeout = gateway_of(request), gateway_of(request).settings.request_timeout
     work = _Work(request, url, await read_json(request))
-    clock = asyncio.timeout(timeout)
     try:
-        async with gateway.inflight.watch(request.receive), clock:
+        async with gateway.inflight.watch(request.receive, timeout):
             await work.place()
             return await work.stream() if work.streaming.on else await work.whole()
     except Interrupted as interrupted:
         work.end(interrupted.end)
-        if interrupted.end is End.CLOSING:
-            raise shutting_down() from None
+        match interrupted.end:
+            case End.CLOSING:
+                raise shutting_down() from None
+            case End.TIMED_OUT:
+                message = f"No answer within {timeout:g} s; the job is cancelled."
+                raise ApiError(504, message, code="timeout") from None
         raise ClientDisconnect from None
-    except TimeoutError:
-        if not clock.expired():
-            work.fail()
-            raise
-        work.abandon(TIMED_OUT)
-        raise ApiError(504, f"No answer within {timeout:g} s; the job is cancelled.", code="timeout") from None
     except BaseException:
         work.fail()
         raise
@@ -105,6 +100,8 @@ class _Work:
         ttl = None if self.streaming.on else self.gateway.settings.request_timeout + TTL_MARGIN_S
         self.entry = entry_for(self.gateway, request, self._body, ttl=ttl, tenant=self.caller.tenant)
         self._key = idempotency_key(request, self.caller, body)
+        self._model = ""
+        """The name of the model in the chunks of a stream."""
         self._claim: Claim | None = None
         self._job: AsyncJob | None = None
         self._charge: Charge | None = None
@@ -118,7 +115,9 @@ class _Work:
         """Submit the job, or join the job of an earlier request with the same Idempotency-Key."""
         gateway, key = self.gateway, self._key
         gateway.require_redis()
-        await gateway.workers.require(self._body.get("model"))
+        asked = self._body.get("model")
+        await gateway.workers.require(asked)
+        self._model = asked or next(iter(await gateway.workers.models()), "")
         self._claim = await gateway.inflight.claim(self.entry.id if key is None else key.id)
         first = await first_use(gateway, key, self.entry.id if key is None else key.id)
         if key is not None:
@@ -170,7 +169,7 @@ class _Work:
         chunks = Chunks(
             self._url,
             self.job.id,
-            model=self._body.get("model") or "",
+            model=self._model,
             include_usage=self.streaming.include_usage,
             created=int(time.time()),
         )
@@ -218,12 +217,12 @@ class _Work:
             self.gateway.spawn(self.gateway.rates.settle(charge, tokens), "settle_rate")
 
     def end(self, why: End | None) -> None:
-        """End the client's interest in the job: cancel it if the client went away."""
-        if why in (End.GONE, End.STALLED):
-            if self.abandon(why.value):
-                self.gateway.metrics.disconnects.inc()
-        elif self._claim is not None:
-            self._claim.release()
+        """End the client's interest in the job: cancel it if the client went away or does not wait longer."""
+        if why in (None, End.CLOSING):
+            if self._claim is not None:
+                self._claim.release()
+        elif self.abandon(why.value) and why is not End.TIMED_OUT:
+            self.gateway.metrics.disconnects.inc()
 
     def fail(self) -> None:
         """End a request that failed. A job that may have been submitted is cancelled, unless a retry may join it."""

@@ -14,7 +14,7 @@ import asyncio
 import enum
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
 
 import structlog
 from redis.exceptions import RedisError
@@ -28,11 +28,16 @@ CLOSE_S: Final = 2.0
 """How long a gateway that stops waits for the cancels that it has begun."""
 
 
+REPEAT_S: Final = 0.25
+"""Time after which the cancel of an interrupted wait is repeated."""
+
+
 class End(enum.StrEnum):
     """Why a wait ended before its job."""
 
     GONE = "client disconnected"
     STALLED = "client did not read"
+    TIMED_OUT = "request timed out"
     CLOSING = "gateway shut down"
 
 
@@ -45,18 +50,48 @@ class Interrupted(Exception):
 
 
 class Watch:
-    """The wait of one request; `end` interrupts it."""
+    """The wait of one request; `end` interrupts it.
 
-    def __init__(self, scope: asyncio.Timeout) -> None:
-        self._scope = scope
+    The cancel of the task is repeated until the block ends: `asyncio.wait_for`, which redis-py uses, swallows a cancel
+    that comes in the same moment as its value.
+    """
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self._task, self._loop = task, asyncio.get_running_loop()
+        self._before = task.cancelling()
+        self._cancels = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._over = False
         self.why: End | None = None
-        self.over = False
 
     def end(self, why: End) -> None:
-        """Interrupt the block; the first reason counts."""
-        if self.why is None and not self.over:
+        """Interrupt the block; the first reason counts. Not for the task of the block itself."""
+        if self.why is None and not self._over:
             self.why = why
-            self._scope.reschedule(asyncio.get_running_loop().time())
+            self._cancel()
+
+    def end_after(self, seconds: float) -> None:
+        """Interrupt the block with `TIMED_OUT` after `seconds`."""
+        self._timer = self._loop.call_later(seconds, self.end, End.TIMED_OUT)
+
+    def _cancel(self) -> None:
+        self._stop()
+        self._cancels += 1
+        self._task.cancel()
+        self._timer = self._loop.call_later(REPEAT_S, self._cancel)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def close(self) -> bool:
+        """End the watch; return whether its cancels are the only ones of the task."""
+        self._over = True
+        self._stop()
+        for _ in range(self._cancels):
+            self._task.uncancel()
+        self._cancels = 0
+        return self._task.cancelling() <= self._before
 
 
 class Claim:
@@ -105,36 +140,38 @@ class InFlight:
         self._closer: asyncio.Task[None] | None = None
 
     @asynccontextmanager
-    async def watch(self, receive: Receive) -> AsyncIterator[Watch]:
+    async def watch(self, receive: Receive, timeout: float | None = None) -> AsyncIterator[Watch]:
         """End the block when the client goes away, or the time of a graceful shutdown is over.
 
         Args:
             receive: the ASGI channel of the request, whose body was read.
+            timeout: seconds after which the block ends, too.
 
         Raises:
             Interrupted: the block was ended.
         """
-        watch: Watch | None = None
+        task = asyncio.current_task()
+        assert task is not None
+        watch = Watch(task)
+        listener = asyncio.create_task(_listen(receive, watch))
         try:
-            async with asyncio.timeout(None) as scope:
-                watch = Watch(scope)
-                self._begin(watch)
-                listener = asyncio.create_task(_listen(receive, watch))
-                try:
-                    yield watch
-                finally:
-                    watch.over = True
-                    listener.cancel()
-                    self._watches.discard(watch)
-        except TimeoutError:
-            if watch is None or watch.why is None or not scope.expired():
-                raise
-            raise Interrupted(watch.why) from None
+            self._begin(watch)
+            if timeout is not None and watch.why is None:
+                watch.end_after(timeout)
+            yield watch
+        except asyncio.CancelledError:
+            if watch.close() and watch.why is not None:
+                raise Interrupted(watch.why) from None
+            raise
+        finally:
+            watch.close()
+            listener.cancel()
+            self._watches.discard(watch)
 
     def _begin(self, watch: Watch) -> None:
         self._watches.add(watch)
         if self._deadline.is_set():
-            watch.end(End.CLOSING)
+            asyncio.get_running_loop().call_soon(watch.end, End.CLOSING)
         elif self._closer is None:
             self._closer = asyncio.create_task(self._close_watches())
 

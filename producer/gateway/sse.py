@@ -158,6 +158,7 @@ class _Line:
     def kept_alive(self, watch: Watch) -> Iterator[None]:
         """While the block runs, send comments in silences, and end the watch of a client that does not read."""
         ping: asyncio.Task[None] | None = None
+        timer: asyncio.TimerHandle
 
         async def comment() -> None:
             with suppress(Interrupted):  # the watch sees it, too

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -96,6 +97,36 @@ def test_a_wait_that_ends_first_is_not_interrupted_and_its_own_time_out_passes_t
         task = asyncio.current_task()
         assert task is not None
         assert task.cancelling() == 0
+
+    run(test())
+
+
+def test_a_wait_is_interrupted_though_a_library_swallows_the_first_cancel() -> None:
+    async def test() -> None:
+        client = Client()
+        client.gone.set()
+
+        async def swallow() -> None:
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            await asyncio.Event().wait()
+
+        with pytest.raises(Interrupted):
+            async with InFlight(asyncio.Event()).watch(client.receive):
+                await swallow()
+        task = asyncio.current_task()
+        assert task is not None
+        assert task.cancelling() == 0
+
+    run(test())
+
+
+def test_a_wait_ends_after_its_time_out() -> None:
+    async def test() -> None:
+        with pytest.raises(Interrupted) as caught:
+            async with InFlight(asyncio.Event()).watch(Client().receive, 0.01):
+                await asyncio.Event().wait()
+        assert caught.value.end is End.TIMED_OUT
 
     run(test())
 

@@ -132,7 +132,8 @@ def test_frames_are_pulled_only_as_the_client_reads_them() -> None:
     async def test() -> None:
         client, pulled = Client(), list[int]()
         task = asyncio.create_task(client.get(endless(pulled)))
-        await asyncio.sleep(0)
+        while not pulled:
+            await asyncio.sleep(0)
         client.reads.clear()
         await asyncio.sleep(0.05)
         before = len(pulled)
@@ -155,7 +156,8 @@ def test_a_client_that_does_not_read_ends_its_stream(monkeypatch: pytest.MonkeyP
     async def test() -> None:
         client, pulled = Client(), list[int]()
         task = asyncio.create_task(client.get(endless(pulled)))
-        await asyncio.sleep(0)
+        while not pulled:
+            await asyncio.sleep(0)
         client.reads.clear()
         with pytest.raises(ClientDisconnect):
             await task
