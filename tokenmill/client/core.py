@@ -59,7 +59,10 @@ class JobLost(TokenmillError):
 
 
 class Read(NamedTuple):
-    """XREAD of at most `limit` entries of `streams` ({stream: last ID}); `block_ms` None: don't wait. Reply: [(stream, entries)]."""
+    """XREAD of `streams` ({stream: last ID}). Reply: [(stream, entries)], of each stream at most `limit` entries.
+
+    `block_ms` None: don't wait.
+    """
 
     streams: Mapping[str, str]
     block_ms: int | None
