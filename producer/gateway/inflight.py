@@ -20,6 +20,7 @@ import structlog
 from redis.exceptions import RedisError
 from starlette.types import Receive
 
+from producer.gateway.answers import Answers
 from tokenmill.client.handles import AsyncJob
 
 log = structlog.get_logger()
@@ -132,6 +133,8 @@ class InFlight:
     """
 
     def __init__(self, deadline: asyncio.Event) -> None:
+        self.answers = Answers()
+        """The large answers that are being sent."""
         self._deadline = deadline
         self._watches: set[Watch] = set()
         self._claims: dict[str, int] = {}

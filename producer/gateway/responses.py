@@ -6,7 +6,9 @@ from typing import Any
 
 import orjson
 from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
+from producer.gateway.answers import Answers
 from tokenmill.openai.errors import ApiError
 
 
@@ -15,6 +17,11 @@ class JsonResponse(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         return orjson.dumps(content)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answers: Answers = scope["app"].state.gateway.inflight.answers
+        with answers.sent(len(self.body)):
+            await super().__call__(scope, receive, send)
 
 
 def shutting_down() -> ApiError:

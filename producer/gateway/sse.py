@@ -112,7 +112,8 @@ class EventStream(Response):
             if self._first:
                 await line.send_frame(self._first)
             async for frame in self._frames:
-                await line.send_frame(frame)
+                with self._inflight.answers.sent(len(frame)):
+                    await line.send_frame(frame)
         except Interrupted:
             raise
         except Exception as error:  # the status code is sent: the client gets an event

@@ -37,6 +37,8 @@ BLOCK_MS = 5000
 """How long one blocking read waits."""
 READ_COUNT = 512
 """Maximum number of entries of one XREAD."""
+STREAM_COUNT = 64
+"""The same for the events of one job, which may be large and wait in memory for a reader that takes them slowly."""
 CLEAN_UP_S = 5.0
 """Time limit for cancelling the unfinished jobs of a `map` that is left early."""
 
@@ -57,11 +59,15 @@ class JobLost(TokenmillError):
 
 
 class Read(NamedTuple):
-    """XREAD of `streams` ({stream: last ID}); `block_ms` None: don't wait. Reply: [(stream, entries)]."""
+    """XREAD of `streams` ({stream: last ID}). Reply: [(stream, entries)], of each stream at most `limit` entries.
+
+    `block_ms` None: don't wait.
+    """
 
     streams: Mapping[str, str]
     block_ms: int | None
     deadline: Deadline | None
+    limit: int = READ_COUNT
 
 
 class Get(NamedTuple):

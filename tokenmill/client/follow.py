@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenmill.client.core import Emit, Get, Once, Presence, Read, Steps
+from tokenmill.client.core import STREAM_COUNT, Emit, Get, Once, Presence, Read, Steps
 from tokenmill.client.patience import Deadline
 from tokenmill.protocol.errors import TokenmillError
 from tokenmill.protocol.events import SEAL_ID, Event, FinalEvent, StartEvent, StreamReader, TokenEvent
@@ -36,7 +36,7 @@ def stream_steps(
     block: int | None = None
     raw: bytes | None = None
     while True:
-        replies = yield Read({out: reader.last_id}, block, deadline)
+        replies = yield Read({out: reader.last_id}, block, deadline, STREAM_COUNT)
         entries = replies[0][1] if replies else []
         presence.known.update([job_id] if entries else ())
         for event in reader.feed(entries):

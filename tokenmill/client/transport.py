@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -14,13 +14,13 @@ from redis.exceptions import NoPermissionError, RedisError
 
 from tokenmill.client.core import (
     BLOCK_MS,
-    READ_COUNT,
     Ask,
     Emit,
     Exist,
     Get,
     Once,
     Pause,
+    Read,
     Run,
     Scan,
     Step,
@@ -161,7 +161,7 @@ class Transport:
                 return self._scan(step)
             case Get():
                 return self.patiently(lambda: self.redis.mget(step.keys), step.deadline)
-        return self.patiently(lambda: self._xread(step.streams, step.block_ms), step.deadline)
+        return self.patiently(lambda: self._xread(step), step.deadline)
 
     def _ask(self, step: Ask) -> list[Any]:
         pipe = self.redis.pipeline(transaction=step.atomic)
@@ -184,10 +184,10 @@ class Transport:
         except NoPermissionError:  # most roles have no right to SCAN
             return []
 
-    def _xread(self, streams: Mapping[str, str], block_ms: int | None) -> Any:
-        asked: dict[Any, Any] = dict(streams)
-        reader = self.redis if block_ms is None else self._blocking
-        return reader.xread(asked, count=READ_COUNT, block=block_ms)
+    def _xread(self, step: Read) -> Any:
+        asked: dict[Any, Any] = dict(step.streams)
+        reader = self.redis if step.block_ms is None else self._blocking
+        return reader.xread(asked, count=step.limit, block=step.block_ms)
 
 
 class AsyncTransport:
@@ -293,7 +293,7 @@ class AsyncTransport:
                 return await self._scan(step)
             case Get():
                 return await self.patiently(lambda: self.redis.mget(step.keys), step.deadline)
-        return await self.patiently(lambda: self._xread(step.streams, step.block_ms), step.deadline)
+        return await self.patiently(lambda: self._xread(step), step.deadline)
 
     async def _ask(self, step: Ask) -> list[Any]:
         pipe = self.redis.pipeline(transaction=step.atomic)
@@ -317,7 +317,7 @@ class AsyncTransport:
         except NoPermissionError:
             return []
 
-    async def _xread(self, streams: Mapping[str, str], block_ms: int | None) -> Any:
-        asked: dict[Any, Any] = dict(streams)
-        reader = self.redis if block_ms is None else self._blocking
-        return await reader.xread(asked, count=READ_COUNT, block=block_ms)
+    async def _xread(self, step: Read) -> Any:
+        asked: dict[Any, Any] = dict(step.streams)
+        reader = self.redis if step.block_ms is None else self._blocking
+        return await reader.xread(asked, count=step.limit, block=step.block_ms)
