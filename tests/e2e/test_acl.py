@@ -144,7 +144,8 @@ def test_a_gateway_can_serve_requests_and_have_the_clerk_run_batches(
     key = "sk-of-a-test"
     (tmp_path / "keys").write_text(f"{hashlib.sha256(key.encode()).hexdigest()} t rpm=100 tpm=100000\n")
     given = {"api_keys": str(tmp_path / "keys"), "files": str(tmp_path / "files")}
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 3}}
+    body: dict[str, Any] = {"prompt": "x", "max_tokens": 3}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
     with (
         rq_on(MiniQueue(urls["clerk"], roles["clerk"], KEYS), tmp_path) as office,
         inside(Queue(roles["operator"], urls["worker"], KEYS), FakeEngine(step_seconds=0.005), lease_seconds="1"),
@@ -168,6 +169,12 @@ def test_a_gateway_can_serve_requests_and_have_the_clerk_run_batches(
         file = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
         made = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="1h")
         eventually(lambda: client.batches.retrieve(made.id).status == "completed", 60)
+        body |= {"max_tokens": 240, "ignore_eos": True}
+        file = client.files.create(file=("long.jsonl", json.dumps(line).encode()), purpose="batch")
+        made = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="1h")
+        eventually(lambda: client.batches.retrieve(made.id).status == "in_progress", 60)
+        client.batches.cancel(made.id)
+        eventually(lambda: client.batches.retrieve(made.id).status in ("cancelled", "completed"), 60)
         assert clerk.stop() == 0
         for log in (gateway.log, clerk.log):
             assert "NOPERM" not in log.upper()
