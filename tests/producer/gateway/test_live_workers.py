@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def live(queue: Queue, name: str, **fields: str) -> None:
-    queue.scripts(name)
+    queue.scripts(name).ensure_consumer()
     queue.redis.hset(queue.keys.worker(name), mapping={"status": "ready"} | fields)  # type: ignore[arg-type]
 
 
