@@ -43,6 +43,7 @@ class Startup:
         def join() -> None:
             self._scripts.client.hsetnx(self._scripts.keys.meta, "lease_ms", str(self._settings.lease_ms))
             self._check()
+            self._scripts.ensure_consumer()
             self._scripts.client.hset(self._scripts.keys.meta, mapping=self._settings.published)
             keeper.sync_clock()
             keeper.show()

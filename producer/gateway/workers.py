@@ -30,9 +30,10 @@ class LiveWorkers:
 
     def __init__(self, client: AsyncClient, worker_timeout: float) -> None:
         self._client, self._worker_timeout = client, worker_timeout
-        self._lock = asyncio.Lock()
         self._found: tuple[WorkerInfo, ...] = ()
         self._found_at: float | None = None
+        self._asking: asyncio.Task[tuple[WorkerInfo, ...]] | None = None
+        """The present look at Redis; its answer or error is that of all requests that wait for it."""
 
     async def live(self, max_age: float = CACHE_SECONDS) -> tuple[WorkerInfo, ...]:
         """Return the live workers, as they were at most `max_age` seconds ago.
@@ -40,13 +41,18 @@ class LiveWorkers:
         Raises:
             redis.RedisError, TimeoutError: Redis is away.
         """
-        asked_at = time.monotonic()
-        async with self._lock:
-            if self._found_at is None or self._found_at < asked_at - max_age:
-                now = time.monotonic()
-                self._found = await self._client.workers(timeout=REDIS_SECONDS)
-                self._found_at = now
+        if self._found_at is not None and time.monotonic() - self._found_at <= max_age:
             return self._found
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.get_running_loop().create_task(self._ask())
+            self._asking.add_done_callback(_retrieve)
+        return await asyncio.shield(self._asking)
+
+    async def _ask(self) -> tuple[WorkerInfo, ...]:
+        now = time.monotonic()
+        self._found = await self._client.workers(timeout=REDIS_SECONDS)
+        self._found_at = now
+        return self._found
 
     async def models(self) -> list[str]:
         """Return the names of all served models, ordered.
@@ -79,6 +85,12 @@ class LiveWorkers:
             models = served(await self.live(POLL_SECONDS))
         if models and model is not None and model not in models:
             raise unknown_model(model, models)
+
+
+def _retrieve(task: asyncio.Task[tuple[WorkerInfo, ...]]) -> None:
+    """Keep asyncio from logging an error that no request waits for any more."""
+    if not task.cancelled():
+        task.exception()
 
 
 def served(workers: tuple[WorkerInfo, ...]) -> list[str]:

@@ -15,10 +15,11 @@ from tests.support import eventually
 from tests.worker.fakes import FakeEngine, text_of
 from tests.worker.harness import Inside, Queue, inside
 from tokenmill.protocol import connection
+from tokenmill.protocol.faults import no_group
 from tokenmill.protocol.scripts import Scripts
 from worker.demo.embedded import embedded_redis
 from worker.ops.exits import Exit
-from worker.ops.links import Contact, no_group, passing
+from worker.ops.links import Contact, passing
 from worker.ops.threads import Fatal, Mailbox, Stop, spawn
 from worker.queue.outbox import BACKLOG
 from worker.queue.sweeper import Sweeper

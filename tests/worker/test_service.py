@@ -14,6 +14,7 @@ from tests.steps import Steps
 from tests.support import eventually
 from tests.worker.fakes import POISON, FakeEngine, text_of
 from tests.worker.harness import Inside, Queue, inside
+from tokenmill.client.sync import Client
 from tokenmill.protocol.job import JobEntry
 from tokenmill.protocol.scripts import CancelReply
 from worker.ops.exits import Exit
@@ -173,6 +174,20 @@ def test_no_job_of_a_paused_queue_is_read(queue: Queue) -> None:
         assert queue.client.get(queue.keys.result(job)) is None
         queue.client.hset(queue.keys.meta, "paused", "0")
         assert queue.check_ending(job)["status"] == "succeeded"
+
+
+def test_clients_find_a_worker_that_has_read_nothing_even_after_redis_lost_everything(queue: Queue) -> None:
+    def listed() -> list[str]:
+        return [found.name for found in client.workers()]
+
+    queue.client.hset(queue.keys.meta, "paused", "1")
+    with Client(queue.url, queue.keys.queue) as client, inside(queue) as worker, inside(queue) as other:
+        names = sorted([worker.worker.name, other.worker.name])
+        eventually(lambda: listed() == names)
+        for key in queue.client.keys(f"{queue.keys.root}*"):
+            queue.client.delete(key)
+        eventually(lambda: listed() == names)
+    assert listed() == []
 
 
 def test_a_worker_with_burst_ends_when_the_queue_is_empty(queue: Queue) -> None:

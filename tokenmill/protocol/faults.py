@@ -2,6 +2,7 @@
 
     transient(error)        # retryable: the same command may work later
     refused(error)          # Redis rejects the credentials, or denies the command
+    no_group(error)         # a lane or its consumer group is gone: create it again
     misdirected(error)      # before a first answer: the URL is wrong; a retry does not help
     answered(error)         # the error is a reply of Redis, so Redis was reached
 
@@ -81,6 +82,12 @@ def transient(error: RedisError) -> bool:
         return True
     # An error inside a script is a plain response error that contains the text of the first error.
     return isinstance(error, ResponseError) and _WORDS.search(str(error)) is not None
+
+
+def no_group(error: RedisError) -> bool:
+    """Return whether a lane or its consumer group is gone: Redis was flushed, or came back empty."""
+    words = ("NOGROUP", "no longer exists", "requires the key to exist")  # the last one is fakeredis' message
+    return isinstance(error, ResponseError) and any(word in str(error) for word in words)
 
 
 def answered(error: RedisError) -> bool:

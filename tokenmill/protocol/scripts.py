@@ -4,6 +4,7 @@ A worker's side, on a synchronous client (thread-safe as that client is):
 
     scripts = Scripts(client, keys, consumer, result_ttl_s=86400, stream_ttl_s=900)
     scripts.ensure_groups()                                             # at start and after NOGROUP
+    scripts.ensure_consumer()                                           # once the worker is ready, and at each renewal
     scripts.read(count) -> list[Delivery] | None                        # None: the queue is paused
     scripts.unread(most) -> tuple[int, int, int]                        # entries of each lane that no worker holds
     scripts.start(ref, job, prompt_tokens=, ttl_ms=, max_attempts=, nonce=) -> Started
@@ -26,7 +27,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
@@ -34,6 +34,7 @@ import redis
 from redis.exceptions import NoPermissionError, ResponseError
 
 from tokenmill.protocol.calls import Call, EnqueueRefused, JobExists, QueueFull, QuotaExceeded
+from tokenmill.protocol.faults import no_group
 from tokenmill.protocol.job import Identity
 from tokenmill.protocol.keys import GROUP, LANES, RESULT_TTL_S, STREAM_TTL_S, Keys
 from tokenmill.protocol.lua import Runner
@@ -105,20 +106,26 @@ class Scripts:
         self._calls = WorkerCalls(self.keys, self.consumer, self.result_ttl_s, self.stream_ttl_s)
 
     def ensure_groups(self) -> None:
-        """Create the consumer group of every lane at `0`, so that entries from before are delivered too.
-
-        In each group also create this worker's consumer: clients find the live workers there, and Redis before 7.2
-        creates a consumer only with the first entry that it reads.
-        """
+        """Create the consumer group of every lane at `0`, so that entries from before are delivered too."""
         for lane in self.keys.lanes:
             try:
                 self.client.xgroup_create(lane, GROUP, id="0", mkstream=True)
             except ResponseError as error:
                 if "BUSYGROUP" not in str(error):
                     raise
-            if self.consumer:
-                with suppress(NoPermissionError):  # access rules from before this command was used
-                    self.client.xgroup_createconsumer(lane, GROUP, self.consumer)
+
+    def ensure_consumer(self) -> None:
+        """Create this worker's consumer in the groups: clients find the live workers there.
+
+        Redis before 7.2 would create it only with the first entry that the worker reads. Access rules that lack the
+        right to this command are tolerated, and so are missing groups: the next `read` reports these.
+        """
+        for lane in self.keys.lanes:
+            try:
+                self.client.xgroup_createconsumer(lane, GROUP, self.consumer)
+            except ResponseError as error:
+                if not (isinstance(error, NoPermissionError) or no_group(error)):
+                    raise
 
     def read(self, count: int) -> list[Delivery] | None:
         """Take at most `count` entries, higher lanes first, without waiting; None if the queue is paused.

@@ -7,7 +7,6 @@ from collections import Counter
 
 import redis
 import structlog
-from redis.exceptions import ResponseError
 
 from tokenmill.protocol.faults import transient
 
@@ -20,12 +19,6 @@ REPEAT_SECONDS = 30.0
 def passing(error: redis.RedisError) -> bool:
     """Return whether an error is retryable: the same command may succeed later. Clients follow the same rule."""
     return transient(error)
-
-
-def no_group(error: redis.RedisError) -> bool:
-    """Return whether a lane or its consumer group is gone: Redis was flushed, or came back empty."""
-    words = ("NOGROUP", "no longer exists", "requires the key to exist")  # the last one is fakeredis' message
-    return isinstance(error, ResponseError) and any(word in str(error) for word in words)
 
 
 class RedisClock:

@@ -14,6 +14,7 @@ import structlog
 
 from engine.request import GrammarUndecided, Request
 from tokenmill.protocol.errors import ErrorCode, JobError
+from tokenmill.protocol.faults import no_group
 from tokenmill.protocol.job import identify, parse_entry
 from tokenmill.protocol.keys import GROUP, LANES
 from tokenmill.protocol.meta import paused
@@ -24,7 +25,7 @@ from worker.jobs.job import Entry, Job, Options, Structure
 from worker.jobs.results import Answer, kills_readers, no_grammar
 from worker.jobs.translate import Translator
 from worker.ops.exits import Exit
-from worker.ops.links import Contact, RedisClock, no_group, passing
+from worker.ops.links import Contact, RedisClock, passing
 from worker.ops.telemetry import Telemetry
 from worker.ops.threads import Mailbox, Stop
 from worker.queue.outbox import Outbox

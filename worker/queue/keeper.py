@@ -11,6 +11,7 @@ from typing import Any
 import redis
 import structlog
 
+from tokenmill.protocol.faults import no_group
 from tokenmill.protocol.keys import LANES
 from tokenmill.protocol.meta import Meta
 from tokenmill.protocol.scripts import Scripts
@@ -20,7 +21,7 @@ from worker.jobs.job import Job
 from worker.loop import EngineLoop
 from worker.ops import logs
 from worker.ops.exits import Exit
-from worker.ops.links import Contact, RedisClock, no_group, passing
+from worker.ops.links import Contact, RedisClock, passing
 from worker.ops.telemetry import Telemetry
 from worker.ops.threads import Fatal
 from worker.settings import Settings
@@ -130,6 +131,7 @@ class Keeper:
         if time.monotonic() >= self._renew_at:
             self.renew()
             self.sync_clock()
+            self._scripts.ensure_consumer()  # again: another worker may have created the groups after a loss of data
         self.show()
         self._scripts.promote(seconds=min(PROMOTE_SECONDS, self._settings.lease_seconds / 6))
         self._scripts.reconcile()

@@ -12,14 +12,14 @@ from producer.gateway.gateway import Gateway
 from producer.gateway.workers import LiveWorkers
 from tests.producer.gateway.asgi import served
 from tests.tokenmill.mini import Queue
-from tokenmill import AsyncClient
+from tokenmill import AsyncClient, WaitTimeout
 from tokenmill.openai.errors import ApiError
 
 T = TypeVar("T")
 
 
 def live(queue: Queue, name: str, **fields: str) -> None:
-    queue.scripts(name)
+    queue.scripts(name).ensure_consumer()
     queue.redis.hset(queue.keys.worker(name), mapping={"status": "ready"} | fields)  # type: ignore[arg-type]
 
 
@@ -118,6 +118,25 @@ def test_a_request_that_is_cancelled_while_it_asks_redis_harms_no_other(queue: Q
         assert await asyncio.gather(*others) == [None] * 20
 
     run(queue, work)
+
+
+def test_while_redis_hangs_many_requests_fail_together_and_not_one_after_the_other(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(workers: LiveWorkers) -> list[Any]:
+        asked: list[float | None] = []
+
+        async def hang(timeout: float | None = None) -> Any:
+            asked.append(timeout)
+            await asyncio.sleep(0.1)
+            raise WaitTimeout("no answer")
+
+        monkeypatch.setattr(workers._client, "workers", hang)
+        failed = await asyncio.gather(*[workers.require("tiny") for _ in range(200)], return_exceptions=True)
+        assert {type(error) for error in failed} == {WaitTimeout}
+        return asked
+
+    assert len(run(queue, work)) == 1
 
 
 def answers(queue: Queue, work: Callable[[Any, Gateway], Awaitable[T]]) -> T:

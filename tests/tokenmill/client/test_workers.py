@@ -18,7 +18,7 @@ from tokenmill.protocol.workers import SCAN_S
 
 def live(queue: Queue, name: str, **fields: str) -> None:
     """Register a worker as a service does: as a consumer of the lanes, with a hash."""
-    queue.scripts(name)
+    queue.scripts(name).ensure_consumer()
     queue.redis.hset(queue.keys.worker(name), mapping={"status": "ready"} | fields)  # type: ignore[arg-type]
 
 
@@ -41,7 +41,7 @@ def test_an_unused_queue_has_no_workers(queue: Queue, client: Client) -> None:
 def test_live_workers_are_listed_by_name_with_their_models(queue: Queue, client: Client) -> None:
     live(queue, "b:2:y", model="tiny,other")
     live(queue, "a:1:x")
-    queue.scripts("dead:1:x")
+    queue.scripts("dead:1:x").ensure_consumer()
     found = client.workers()
     assert found == asyncio.run(aworkers(queue))
     assert [(worker.name, worker.models) for worker in found] == [("a:1:x", ()), ("b:2:y", ("tiny", "other"))]
@@ -69,7 +69,7 @@ def test_foreign_values_and_odd_consumer_names_harm_nothing(queue: Queue, client
     live(queue, "a:1:x")
     for name in (b"\xff\xfe", b"", "ключ".encode(), b"a b\n"):
         queue.redis.xgroup_createconsumer(queue.keys.lane("low"), "workers", name)
-    queue.scripts("string")
+    queue.scripts("string").ensure_consumer()
     queue.redis.set(queue.keys.worker("string"), "not a hash")
     queue.redis.hset(queue.keys.worker("").encode() + b"\xff\xfe", mapping={b"model": b"\xff"})
     assert [worker.name for worker in client.workers()] == ["a:1:x", "\ufffd\ufffd"]
