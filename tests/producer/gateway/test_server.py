@@ -17,7 +17,7 @@ import pytest
 
 from tests.support import eventually, free_port
 
-GENEROUS_S = 15.0
+GENEROUS_S = 60.0
 POST = "POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 """Without the end of the headers."""
 REDIS_AWAY = "redis://127.0.0.1:1/0"
@@ -560,10 +560,10 @@ def test_a_request_that_does_not_end_is_cut_off_after_the_drain(own: Any) -> Non
         assert read_answer(sock).status == 503
 
 
-def test_a_request_on_an_open_connection_gets_503_during_the_drain(own: Any) -> None:
+def test_a_second_request_of_a_connection_is_not_served_during_the_drain(own: Any) -> None:
     served = own(drain_seconds="3600")
     with served.connect() as sock:
-        get = b"GET /ticks?count=40 HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        get = b"GET /ticks?count=100 HTTP/1.1\r\nHost: localhost\r\n\r\n"
         sock.sendall(get + get)
         assert sock.recv(1)
         served.popen.send_signal(signal.SIGTERM)
