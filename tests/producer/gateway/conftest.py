@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
 from tests.producer.gateway.harness import GatewayProcess, Stack, async_client_of, client_of, stack
+from tests.producer.gateway.sockets import Served
 from tests.support import RedisServer
 
 
@@ -45,3 +47,25 @@ def openai_client(gateway: GatewayProcess) -> Iterator[openai.OpenAI]:
 def async_openai_client(gateway: GatewayProcess) -> openai.AsyncOpenAI:
     """Use it within one `asyncio.run`."""
     return async_client_of(gateway)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A gateway with small limits that all tests of a file share."""
+    made = Served(tmp_path_factory.mktemp("served"), header_timeout="2", body_timeout="2", max_body_bytes="64KiB")
+    yield made.wait()
+    made.close()
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Any]:
+    """Starts gateways for one test; arguments as those of `Served`."""
+    made: list[Served] = []
+
+    def start(**options: Any) -> Served:
+        made.append(Served(tmp_path, **options))
+        return made[-1].wait()
+
+    yield start
+    for one in made:
+        one.close()
