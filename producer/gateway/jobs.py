@@ -143,8 +143,8 @@ def _wrong(name: str, what: str) -> ApiError:
 
 async def show(request: Request) -> Response:
     """Answer `GET /v1/jobs/<id>`; with `?wait=30` wait so many seconds for the end."""
-    job, found = await _find(request)
     seconds = _wait_of(request)
+    job, found = await _find(request)
     if found.result is None and seconds > 0:
         await _wait(request, job, seconds)
         job, found = await _find(request)
