@@ -60,7 +60,8 @@ def run_batch(
             has started); the run stops soon after it returns true.
 
     Raises:
-        tokenmill.batch.BatchError, OSError: the files cannot be used; a later call goes on.
+        tokenmill.batch.BatchError, OSError: the files cannot be used, or the batch is another queue's; a later call
+            goes on.
         redis.RedisError: Redis stayed away; a later call goes on.
     """
     shelf = storage.batches(tenant)
@@ -72,6 +73,8 @@ def run_batch(
             record = shelf.load(batch_id)
             if record is None:
                 return True
+            if record["root"] != client.keys.root:
+                raise batch.BatchError(f"{batch_id}: is a batch of the queue with the keys {record['root']}…")
             run = _Run(storage, tenant, batch_id, record, client, makes_way)
             if record["status"] not in ENDED and not run.go():
                 return False
@@ -196,7 +199,7 @@ class _Run:
         if not self._start_s:
             self._start_s = time.monotonic() - self._begun
         counts = {"total": now.total, "completed": now.succeeded, "failed": now.failed}
-        begins = self._record["status"] == "validating"
+        begins = self._record["status"] == "validating" and self._record["outcome"] is None
         due = time.monotonic() >= self._counted + COUNTS_S or now.done == now.total
         if not begins and (not due or counts == self._record["request_counts"]):
             return

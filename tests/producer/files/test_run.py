@@ -19,6 +19,7 @@ from tests.producer.files.shop import Shop
 from tests.support import eventually
 from tests.tokenmill.batch.files import CHAT, request
 from tests.tokenmill.mini import MiniWorker, Queue
+from tokenmill.batch import BatchError
 from tokenmill.openai.errors import ApiError
 from tokenmill.protocol.job import parse_entry
 from tokenmill.protocol.scripts import Ref
@@ -133,6 +134,7 @@ def test_a_batch_cancelled_before_its_start_submits_nothing_and_names_every_requ
     assert batch.status == "cancelled"
     assert batch.cancelling_at is not None
     assert batch.cancelled_at is not None
+    assert batch.in_progress_at is None
     _, bad = shop.check_whole(batch_id, numbers(2))
     assert {line["error"]["code"] for line in bad.values()} == {"batch_cancelled"}
     assert queue.depth() == 0
@@ -259,6 +261,38 @@ def test_a_run_makes_way_and_a_later_one_goes_on(shop: Shop, queue: Queue, worke
     assert shop.run(batch_id)
     good, _ = shop.check_whole(batch_id, numbers(3))
     assert len(good) == 3
+
+
+def test_the_batch_of_another_queue_is_refused(shop: Shop, queue: Queue) -> None:
+    batch_id = shop.of(["one"])
+    shop.batches.save(batch_id, {**(shop.batches.load(batch_id) or {}), "root": "tokenmill:{other}:"})
+    with pytest.raises(BatchError, match="other"):
+        shop.run(batch_id)
+    assert (queue.depth(), shop.batch(batch_id).status) == (0, "validating")
+
+
+def test_a_batch_whose_files_cannot_be_used_is_tried_until_long_after_its_time_and_then_fails(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BatchError(f"{shop.folder}: No space left on device")
+
+    monkeypatch.setattr("tokenmill.batch.run", refuse)
+    monkeypatch.setattr("tokenmill.batch.close", refuse)
+    batch_id = shop.of(["one"])
+    for _ in range(2):
+        with pytest.raises(BatchError, match="space"):
+            shop.run(batch_id)
+        assert shop.batch(batch_id).status == "validating"
+    late = {"expires_at": int(time.time()) - running.GIVE_UP_S}
+    shop.batches.save(batch_id, {**(shop.batches.load(batch_id) or {}), **late})
+    assert shop.run(batch_id)
+    batch = shop.batch(batch_id)
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    assert [error.code for error in batch.errors.data] == ["internal_error"]
+    assert str(shop.folder) not in batch.to_json()
 
 
 def test_a_batch_that_another_process_runs_is_left_alone(shop: Shop) -> None:
