@@ -26,7 +26,7 @@ def create_batch(
 
     Args:
         root: `Keys.root` of the queue whose workers are to do it.
-        ttl_s: seconds that the batch and its files live after its end; None: for ever.
+        ttl_s: seconds that the batch and, unless it says otherwise, its files live after its end; None: for ever.
         key: idempotency key of the request: the same request with the same key returns the same batch.
 
     Raises:
@@ -42,7 +42,7 @@ def create_batch(
     source = find_file(files, wanted["input_file_id"])
     if source["purpose"] != "batch":
         raise ApiError(400, "input_file_id: must be a file with the purpose batch", param="input_file_id")
-    record = batch_record(wanted, tenant, root, int(time.time()), wanted["output_expires_after"] or ttl_s)
+    record = batch_record(wanted, tenant, root, int(time.time()), ttl_s)
     storage.open_batch(batch_id, tenant)  # first, so that a clerk finds the batch if this process is killed
     try:
         batches.add(batch_id, record, files.content(wanted["input_file_id"]))

@@ -60,7 +60,7 @@ def batch_record(wanted: Mapping[str, Any], tenant: str | None, root: str, creat
     Args:
         wanted: what `parse_batch` returned.
         root: `Keys.root` of the queue whose workers are to do it.
-        ttl_s: seconds that the batch, and its files, live after its end; None: for ever.
+        ttl_s: seconds that the batch and, unless it says otherwise, its files live after its end; None: for ever.
     """
     return {
         "tenant": tenant,
@@ -70,6 +70,7 @@ def batch_record(wanted: Mapping[str, Any], tenant: str | None, root: str, creat
         "created_at": created_at,
         "expires_at": created_at + parse_window(wanted["completion_window"]),
         "ttl_s": ttl_s,
+        "output_ttl_s": wanted["output_expires_after"] or ttl_s,
         "endpoint": wanted["endpoint"],
         "input_file_id": wanted["input_file_id"],
         "completion_window": wanted["completion_window"],

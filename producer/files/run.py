@@ -31,6 +31,8 @@ POLL_S: Final = 0.5
 """How often a running batch looks whether it was cancelled, has expired, or should make way."""
 COUNTS_S: Final = 1.0
 """How often the counts of a running batch are written."""
+CLOSE_S: Final = 60.0
+"""Seconds, from the decision on, that the end of a cancelled or expired batch waits for its requests that still run."""
 GIVE_UP_S: Final = 3600
 """Seconds beyond its time after which a batch that could not be run is `failed`."""
 PRIORITY: Final = "low"
@@ -58,7 +60,8 @@ def run_batch(
             has started); the run stops soon after it returns true.
 
     Raises:
-        tokenmill.batch.BatchError, OSError: the files cannot be used; a later call goes on.
+        tokenmill.batch.BatchError, OSError: the files cannot be used, or the batch is another queue's; a later call
+            goes on.
         redis.RedisError: Redis stayed away; a later call goes on.
     """
     shelf = storage.batches(tenant)
@@ -70,6 +73,8 @@ def run_batch(
             record = shelf.load(batch_id)
             if record is None:
                 return True
+            if record["root"] != client.keys.root:
+                raise batch.BatchError(f"{batch_id}: is a batch of the queue with the keys {record['root']}…")
             run = _Run(storage, tenant, batch_id, record, client, makes_way)
             if record["status"] not in ENDED and not run.go():
                 return False
@@ -183,6 +188,7 @@ class _Run:
                 code=code,
                 reason=_REASONS[outcome],
                 url=self._record["endpoint"],
+                grace_s=max(0.0, self._record["decided_at"] + CLOSE_S - time.time()),
                 progress=self._count,
                 stop=self._way,
             ).complete
@@ -193,7 +199,7 @@ class _Run:
         if not self._start_s:
             self._start_s = time.monotonic() - self._begun
         counts = {"total": now.total, "completed": now.succeeded, "failed": now.failed}
-        begins = self._record["status"] == "validating"
+        begins = self._record["status"] == "validating" and self._record["outcome"] is None
         due = time.monotonic() >= self._counted + COUNTS_S or now.done == now.total
         if not begins and (not due or counts == self._record["request_counts"]):
             return
@@ -215,7 +221,8 @@ class _Run:
             moments = {"cancelling_at": cancel["at"] if cancel else now}
         else:
             moments = {"status": "finalizing", "finalizing_at": now}
-        self._save(outcome=outcome, made={"output": new_id(FILE), "errors": new_id(FILE)}, **moments)
+        made = {"output": new_id(FILE), "errors": new_id(FILE)}
+        self._save(outcome=outcome, decided_at=now, made=made, **moments)
 
     def _finish(self, outcome: str) -> None:
         made = self._record["made"]
@@ -233,7 +240,7 @@ class _Run:
         if not path.exists() or not path.stat().st_size:
             return None
         name = f"{self._id}_{path.stem}.jsonl"
-        record = file_record(name, path.stat().st_size, "batch_output", int(time.time()), self._record["ttl_s"])
+        record = file_record(name, path.stat().st_size, "batch_output", int(time.time()), self._record["output_ttl_s"])
         self._files.add(file_id, record, path)
         return file_id
 

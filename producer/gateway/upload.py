@@ -5,6 +5,7 @@ Starlette's own parser keeps a file in memory or in a temporary folder, from whe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from typing import IO, Final
 
@@ -21,6 +22,9 @@ FORM_BYTES: Final = 64 << 10
 """Maximum size of a form without the bytes of its file."""
 PIECE_BYTES: Final = 256 << 10
 """How many bytes of the form are collected before a thread writes them."""
+
+
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it logs each malformed form; the answer says the same
 
 
 class Upload:

@@ -14,11 +14,15 @@ import pytest
 
 from producer.files import run as running
 from producer.files.folder import Folder, FolderShelf
+from producer.files.library import delete_expired
 from tests.producer.files.shop import Shop
 from tests.support import eventually
 from tests.tokenmill.batch.files import CHAT, request
 from tests.tokenmill.mini import MiniWorker, Queue
+from tokenmill.batch import BatchError
 from tokenmill.openai.errors import ApiError
+from tokenmill.protocol.job import parse_entry
+from tokenmill.protocol.scripts import Ref
 
 
 @pytest.fixture
@@ -34,6 +38,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def numbers(count: int) -> list[str]:
     return [str(n) for n in range(count)]
+
+
+def later(seconds: float) -> Callable[[float], bool]:
+    """Make way after so many seconds."""
+    end = time.monotonic() + seconds
+    return lambda start_s: time.monotonic() > end
 
 
 def test_a_batch_is_completed_with_a_line_for_every_request(shop: Shop, worker: MiniWorker) -> None:
@@ -124,6 +134,7 @@ def test_a_batch_cancelled_before_its_start_submits_nothing_and_names_every_requ
     assert batch.status == "cancelled"
     assert batch.cancelling_at is not None
     assert batch.cancelled_at is not None
+    assert batch.in_progress_at is None
     _, bad = shop.check_whole(batch_id, numbers(2))
     assert {line["error"]["code"] for line in bad.values()} == {"batch_cancelled"}
     assert queue.depth() == 0
@@ -185,6 +196,43 @@ def test_a_batch_expires_in_mid_run_with_what_is_done(shop: Shop, worker: MiniWo
     assert ([*good], bad["1"]["error"]["code"]) == (["0"], "batch_expired")
 
 
+def test_a_cancelled_batch_ends_in_time_though_its_worker_died_and_its_runs_make_way(
+    shop: Shop, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "CLOSE_S", 4.0)
+    batch_id = shop.of(["one", "two"])
+    shop.run(batch_id, lambda start_s: bool(queue.depth()))
+    scripts = queue.scripts()
+    for delivery in scripts.read(1) or ():
+        entry = parse_entry(delivery.fields)
+        scripts.start(Ref(delivery.lane, delivery.entry, entry.id), entry.identity, prompt_tokens=1)
+    shop.cancel(batch_id)
+    runs = 1
+    while not shop.run(batch_id, later(1.5)):
+        runs += 1
+        assert shop.batch(batch_id).status == "cancelling"
+    assert runs > 1
+    _, bad = shop.check_whole(batch_id, numbers(2))
+    assert {line["error"]["code"] for line in bad.values()} == {"batch_cancelled"}
+
+
+def test_the_files_of_a_batch_expire_when_it_said(shop: Shop, worker: MiniWorker) -> None:
+    batch_id = shop.create([request("a")], output_expires_after={"anchor": "created_at", "seconds": 3600})
+    shop.run(batch_id)
+    record = shop.files.load(shop.batch(batch_id).output_file_id or "") or {}
+    assert record["expires_at"] - record["created_at"] == 3600
+    assert (shop.batches.load(batch_id) or {})["ttl_s"] is None
+
+
+def test_an_ended_batch_is_deleted_after_its_time_and_a_running_one_is_not(shop: Shop, worker: MiniWorker) -> None:
+    ended, waiting = shop.of(["one"]), shop.of(["one"])
+    shop.run(ended)
+    for batch_id in (ended, waiting):
+        shop.batches.save(batch_id, {**(shop.batches.load(batch_id) or {}), "ttl_s": 0, "completed_at": 1})
+    assert delete_expired(shop.storage)["batches"] == 1
+    assert shop.batches.ids() == [waiting]
+
+
 def test_a_batch_of_a_faulty_file_that_was_cancelled_fails(shop: Shop) -> None:
     batch_id = shop.create(["nonsense"])
     shop.cancel(batch_id)
@@ -213,6 +261,38 @@ def test_a_run_makes_way_and_a_later_one_goes_on(shop: Shop, queue: Queue, worke
     assert shop.run(batch_id)
     good, _ = shop.check_whole(batch_id, numbers(3))
     assert len(good) == 3
+
+
+def test_the_batch_of_another_queue_is_refused(shop: Shop, queue: Queue) -> None:
+    batch_id = shop.of(["one"])
+    shop.batches.save(batch_id, {**(shop.batches.load(batch_id) or {}), "root": "tokenmill:{other}:"})
+    with pytest.raises(BatchError, match="other"):
+        shop.run(batch_id)
+    assert (queue.depth(), shop.batch(batch_id).status) == (0, "validating")
+
+
+def test_a_batch_whose_files_cannot_be_used_is_tried_until_long_after_its_time_and_then_fails(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BatchError(f"{shop.folder}: No space left on device")
+
+    monkeypatch.setattr("tokenmill.batch.run", refuse)
+    monkeypatch.setattr("tokenmill.batch.close", refuse)
+    batch_id = shop.of(["one"])
+    for _ in range(2):
+        with pytest.raises(BatchError, match="space"):
+            shop.run(batch_id)
+        assert shop.batch(batch_id).status == "validating"
+    late = {"expires_at": int(time.time()) - running.GIVE_UP_S}
+    shop.batches.save(batch_id, {**(shop.batches.load(batch_id) or {}), **late})
+    assert shop.run(batch_id)
+    batch = shop.batch(batch_id)
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    assert [error.code for error in batch.errors.data] == ["internal_error"]
+    assert str(shop.folder) not in batch.to_json()
 
 
 def test_a_batch_that_another_process_runs_is_left_alone(shop: Shop) -> None:
