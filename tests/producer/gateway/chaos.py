@@ -77,7 +77,7 @@ class Chaos:
         time.sleep(self.rng.uniform(0, 1))
 
     def _spares(self, log: str) -> bool:
-        """Return whether a process that has not started yet, by its log, is spared; else a slow machine does nothing."""
+        """Return whether a process that still starts, by its log, is spared: a slow machine must do some work, too."""
         return not log and self.rng.random() < SPARED
 
     def _kill_gateway(self) -> bool:
