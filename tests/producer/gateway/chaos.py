@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
+import sys
 import tempfile
 import threading
 import time
@@ -240,6 +242,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="Number of seeds.")
     parser.add_argument("--lines", type=int, default=500, help="Requests of the batch.")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes are ended
     for seed in range(given.seed, given.seed + given.seeds):
         begun = time.monotonic()
         with tempfile.TemporaryDirectory() as folder, chaos(Path(folder), seed, given.lines) as run:
