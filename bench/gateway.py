@@ -38,10 +38,14 @@ class StreamFailed(RuntimeError):
 
 @dataclass
 class Round:
-    """Latencies of the streams of one round, in seconds."""
+    """Latencies of the streams of one round, and the CPU time that it took, in seconds."""
 
     first: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+    gateway: float = 0.0
+    """CPU time of the gateway."""
+    clients: float = 0.0
+    """CPU time of this process, which has all clients."""
 
     def add(self, begun: float, arrivals: list[tuple[float, int]], tokens: int) -> None:
         """Add one stream.
@@ -146,15 +150,22 @@ async def rounds(made: Stack, clients: int, tokens: int, count: int, memory: Mem
             await asyncio.gather(*(read(made, i, 4, Round()) for i in range(clients)))
             memory.samples.clear()
         for number, (name, read) in itertools.product(range(count), kinds.items()):
-            one = Round()
+            one, gateway = Round(), made.first_gateway
+            one.gateway, one.clients = -gateway.cpu_seconds, -time.process_time()
             await asyncio.gather(*(read(made, i, tokens, one) for i in range(clients)))
+            one.gateway, one.clients = one.gateway + gateway.cpu_seconds, one.clients + time.process_time()
             found[name].append(one)
-            print(
-                f"round {number + 1} {name:<5}: first token {spread(one.first)} ms, between tokens {spread(one.gaps)} "
-                f"ms (p50/p90/p99); gateway {made.first_gateway.rss / 2**20:.1f} MiB",
-                flush=True,
-            )
+            print(_line(f"round {number + 1} {name:<5}", one, clients * tokens, gateway), flush=True)
     return found
+
+
+def _line(name: str, one: Round, tokens: int, gateway: GatewayProcess) -> str:
+    """Return a round as one line of text."""
+    cpu = f"µs of CPU a token: gateway {one.gateway / tokens * 1e6:.0f}, clients {one.clients / tokens * 1e6:.0f}"
+    return (
+        f"{name}: first token {spread(one.first)} ms, between tokens {spread(one.gaps)} ms (p50/p90/p99); {cpu}; "
+        f"gateway {gateway.rss / 2**20:.1f} MiB"
+    )
 
 
 def report(clients: int, rate: float, tokens: int, count: int) -> bool:

@@ -55,6 +55,12 @@ class GatewayProcess:
         lines = Path(f"/proc/{self.popen.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
 
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of user and system so far."""
+        fields = Path(f"/proc/{self.popen.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def wait_until_it_answers(self) -> GatewayProcess:
         """Wait for `GET /healthz`.
 

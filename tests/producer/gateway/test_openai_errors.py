@@ -130,13 +130,15 @@ def test_a_port_where_nothing_listens_is_a_connection_error(face: Face, tmp_path
     fails(openai.APIConnectionError, face.of(nowhere))
 
 
-@pytest.fixture
-def keyed(redis_server: RedisServer, tmp_path: Path) -> Iterator[tuple[Stack, GatewayProcess, dict[str, str]]]:
-    """A gateway with keys: tenant `calm` and `other` without limits, `hasty` with two requests a minute."""
-    with stack(redis_server.url, tmp_path) as made:
-        path, keys = made.keys_file(calm="", hasty="rpm=2", other="")
+@pytest.fixture(scope="module")
+def keyed(
+    redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Stack, GatewayProcess, dict[str, str]]]:
+    """A gateway with keys: tenants `calm` and `other` without limits, two `hasty` ones with two requests a minute."""
+    with stack(redis_server.url, tmp_path_factory.mktemp("keyed")) as made:
+        path, keys = made.keys_file(calm="", other="", hasty_sync="rpm=2", hasty_async="rpm=2")
         gateway = made.gateway(wait=False, api_keys=str(path), max_body_bytes="20000")
-        made.worker()
+        made.worker(FAKE_STEP="0.02")
         yield made, gateway.wait_until_it_answers(), keys
 
 
@@ -151,7 +153,7 @@ def test_keys_rates_and_sizes_have_errors_of_their_own(keyed: Keyed, kind: str) 
     assert "sk-wrong" not in str(wrong)
     assert "sk-wrong" not in gateway.log
 
-    hasty = Face(kind, gateway, keys["hasty"])
+    hasty = Face(kind, gateway, keys[f"hasty_{kind}"])
     for _ in range(2):
         chat(hasty)
     late = fails(openai.RateLimitError, hasty)
@@ -195,19 +197,17 @@ def test_without_a_worker_and_without_redis_there_are_server_errors(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_request_that_takes_too_long_is_a_504_and_its_job_is_cancelled(own_stack: Stack, kind: str) -> None:
-    gateway = own_stack.gateway(wait=False, request_timeout="1")
-    own_stack.worker(FAKE_STEP="0.05")
-    face = Face(kind, gateway.wait_until_it_answers())
-    error = fails(openai.InternalServerError, face, max_tokens=200)
+def test_a_request_that_takes_too_long_is_a_504_and_its_job_is_cancelled(keyed: Keyed, kind: str) -> None:
+    gateway = keyed[0].gateway(request_timeout="1")
+    error = fails(openai.InternalServerError, Face(kind, gateway), max_tokens=230)
     assert (error.status_code, error.code) == (504, "timeout")
     assert get(f"{gateway.url}/v1/jobs/{error.request_id}?wait=20").json["status"] == "cancelled"
+    gateway.kill()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gateway_that_dies_in_a_stream_is_a_connection_error(own_stack: Stack, kind: str) -> None:
-    gateway = own_stack.gateway(wait=False)
-    own_stack.worker(FAKE_STEP="0.02")
+def test_a_gateway_that_dies_in_a_stream_is_a_connection_error(keyed: Keyed, kind: str) -> None:
+    gateway = keyed[0].gateway()
 
     def kill_at_the_third(items: list[Any]) -> bool:
         if len(items) == 3:
@@ -215,7 +215,7 @@ def test_a_gateway_that_dies_in_a_stream_is_a_connection_error(own_stack: Stack,
         return False
 
     with pytest.raises(openai.APIConnectionError):
-        Face(kind, gateway.wait_until_it_answers()).items(
+        Face(kind, gateway).items(
             lambda c: c.chat.completions.create(model="fake", messages=ASK, max_tokens=200, stream=True),
             kill_at_the_third,
         )

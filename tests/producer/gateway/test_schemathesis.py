@@ -6,6 +6,7 @@ Many seeds by hand: `python -m tests.producer.gateway.test_schemathesis --seeds 
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import tempfile
@@ -84,6 +85,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10, help="Number of seeds.")
     parser.add_argument("--examples", type=int, default=50, help="Requests of each operation and seed.")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes are ended
     for seed in range(given.first, given.first + given.seeds):
         with (
             tempfile.TemporaryDirectory() as name,
