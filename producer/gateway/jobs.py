@@ -144,10 +144,10 @@ def _wrong(name: str, what: str) -> ApiError:
 async def show(request: Request) -> Response:
     """Answer `GET /v1/jobs/<id>`; with `?wait=30` wait so many seconds for the end."""
     seconds = _wait_of(request)
-    job, found = await _find(request)
+    job, found = await _find(request, with_result=True)
     if found.result is None and seconds > 0:
         await _wait(request, job, seconds)
-        job, found = await _find(request)
+        job, found = await _find(request, with_result=True)
     result = None if found.result is None else orjson.Fragment(found.result.to_json())
     return JsonResponse({"id": job.id, "status": found.status.value, "result": result})
 
@@ -193,7 +193,7 @@ async def events(request: Request) -> Response:
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_request", param="last_event_id") from None
     job, found = await _find(request)
-    if found.result is not None and _after_final(last):
+    if found.status.ended and _after_final(last):
         return Response(status_code=204)  # the one answer after which an EventSource does not connect again
     gateway = gateway_of(request)
     gateway.metrics.streams.inc()
@@ -241,7 +241,7 @@ def _data(event: Event) -> tuple[str, dict[str, Any]]:
             return "final", {"type": "final", "status": event.status.value, "result": result}
 
 
-async def _find(request: Request) -> tuple[AsyncJob, Lookup]:
+async def _find(request: Request, with_result: bool = False) -> tuple[AsyncJob, Lookup]:
     """Return the job that the path names.
 
     Raises:
@@ -252,7 +252,7 @@ async def _find(request: Request) -> tuple[AsyncJob, Lookup]:
         raise job_not_found(clean(job_id, 128))
     request.state.job_id = job_id
     gateway.require_redis()
-    found = await gateway.client.lookup(job_id, timeout=REDIS_SECONDS)
+    found = await gateway.client.lookup(job_id, timeout=REDIS_SECONDS, with_result=with_result)
     if found.status is JobStatus.UNKNOWN or caller.tenant not in (None, found.tenant):
         raise job_not_found(job_id)
     return AsyncJob(gateway.client, job_id, known=True), found

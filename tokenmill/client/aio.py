@@ -111,10 +111,10 @@ class AsyncClient(AsyncTransport):
         deadline = Deadline.after(f"job {check_name('id', id)}: no status", timeout)
         return await self._once(status_steps(self.keys, id, deadline))
 
-    async def lookup(self, id: str, timeout: float | None = None) -> Lookup:
+    async def lookup(self, id: str, timeout: float | None = None, with_result: bool = True) -> Lookup:
         """Same as `Client.lookup`."""
         deadline = Deadline.after(f"job {check_name('id', id)}: no status", timeout)
-        return await self._once(lookup_steps(self.keys, id, deadline))
+        return await self._once(lookup_steps(self.keys, id, deadline, with_result))
 
     async def workers(self, timeout: float | None = None) -> tuple[WorkerInfo, ...]:
         """Same as `Client.workers`."""

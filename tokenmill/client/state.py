@@ -20,27 +20,32 @@ class Lookup:
     tenant: str | None
     """None: the job has no tenant, or is unknown, or was added by a bare XADD and no worker has started it."""
     result: Result | None
-    """None until the job ends."""
+    """None until the job ends; without `with_result` mostly None."""
 
 
-def lookup_steps(keys: Keys, job_id: str, deadline: Deadline) -> Once[Lookup]:
-    """Read a job's state, tenant and result in one round trip, from one moment."""
+def lookup_steps(keys: Keys, job_id: str, deadline: Deadline, with_result: bool = True) -> Once[Lookup]:
+    """Read a job's state, tenant and, `with_result`, result in one round trip, from one moment."""
     commands = [
-        ("GET", keys.result(job_id)),
+        ("GET" if with_result else "EXISTS", keys.result(job_id)),
         ("HMGET", keys.job(job_id), "state", "tenant"),
         ("EXISTS", keys.delayed_job(job_id)),
         ("HGET", keys.delayed_job(job_id), "tenant"),
     ]
     raw, (state, tenant), delayed, delayed_tenant = yield Ask(commands, deadline, BRIEF_S, atomic=True)
-    owner = delayed_tenant if tenant is None and raw is None else tenant
-    result = None if raw is None else Result.from_json(raw)
-    status = JobStatus.of(state_of(state, delayed) if result is None else result.status.value)
+    owner = delayed_tenant if tenant is None and not raw else tenant
+    status = JobStatus.of(state_of(state, delayed))
+    result = None
+    if raw and with_result:
+        result = Result.from_json(raw)
+        status = JobStatus.of(result.status.value)
+    elif raw and not status.ended:  # only the result knows
+        return (yield from lookup_steps(keys, job_id, deadline))
     return Lookup(status, None if owner is None else owner.decode("utf-8", "replace"), result)
 
 
 def status_steps(keys: Keys, job_id: str, deadline: Deadline) -> Once[JobStatus]:
     """Read a job's state in one round trip, from one moment."""
-    return (yield from lookup_steps(keys, job_id, deadline)).status
+    return (yield from lookup_steps(keys, job_id, deadline, with_result=False)).status
 
 
 def workers_steps(keys: Keys, roster: Roster, deadline: Deadline) -> Once[tuple[WorkerInfo, ...]]:

@@ -170,14 +170,17 @@ class Client(Transport):
         deadline = Deadline.after(f"job {check_name('id', id)}: no status", timeout)
         return self._once(status_steps(self.keys, id, deadline))
 
-    def lookup(self, id: str, timeout: float | None = None) -> Lookup:
+    def lookup(self, id: str, timeout: float | None = None, with_result: bool = True) -> Lookup:
         """Return the state, the tenant and the result of a job, in one round trip.
+
+        Args:
+            with_result: False: leave out the result, which may be large.
 
         Raises:
             ValueError, TimeoutError, redis.RedisError: as `status`.
         """
         deadline = Deadline.after(f"job {check_name('id', id)}: no status", timeout)
-        return self._once(lookup_steps(self.keys, id, deadline))
+        return self._once(lookup_steps(self.keys, id, deadline, with_result))
 
     def workers(self, timeout: float | None = None) -> tuple[WorkerInfo, ...]:
         """Return the live workers of the queue, ordered by name.

@@ -132,12 +132,23 @@ def test_a_lookup_tells_the_state_the_tenant_and_the_result(queue: Queue, client
     found = client.lookup(job.id)
     assert (found.status, found.tenant) == (JobStatus.SUCCEEDED, "t")
     assert found.result == job.result()
+    assert client.lookup(job.id, with_result=False) == Lookup(JobStatus.SUCCEEDED, "t", None)
     held = client.submit("HOLD x", tenant="u")
     assert client.lookup(held.id).tenant == "u"
     worker.release()
     open_to_all = client.submit("hello")
     open_to_all.result(timeout=20)
     assert client.lookup(open_to_all.id).tenant is None
+
+
+def test_the_state_of_a_job_whose_hash_is_gone_is_that_of_its_result(
+    queue: Queue, client: Client, worker: MiniWorker
+) -> None:
+    job = client.submit("hello")
+    result = job.result(timeout=20)
+    queue.redis.delete(queue.keys.job(job.id))
+    assert client.status(job.id) is JobStatus.SUCCEEDED
+    assert client.lookup(job.id, with_result=False) == Lookup(JobStatus.SUCCEEDED, None, result)
 
 
 def test_a_cancelled_delayed_job_keeps_its_tenant(client: Client) -> None:
