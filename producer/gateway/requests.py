@@ -37,15 +37,17 @@ async def read_json(request: Request) -> Json:
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise ApiError(400, "The request needs the header `Content-Type: application/json`.")
+        raise ApiError(400, "The request needs the header `Content-Type: application/json`.", code="invalid_request")
     try:
         data = orjson.loads(await request.body())
     except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"The body is not valid JSON: {error.msg} (line {error.lineno}).") from None
+        raise ApiError(
+            400, f"The body is not valid JSON: {error.msg} (line {error.lineno}).", code="invalid_json"
+        ) from None
     if not isinstance(data, dict):
-        raise ApiError(400, "The body must be a JSON object.")
+        raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
     if _too_deep(data):
-        raise ApiError(400, f"The body is nested deeper than {MAX_DEPTH} levels.")
+        raise ApiError(400, f"The body is nested deeper than {MAX_DEPTH} levels.", code="invalid_json")
     return data
 
 

@@ -30,6 +30,7 @@ def test_a_body_that_is_no_json_object_gets_400(served: Served, body: bytes, kin
     assert answer.status == 400
     assert message in answer.error["message"]
     assert answer.error["type"] == "invalid_request_error"
+    assert answer.error["code"] in ("invalid_json", "invalid_request")
 
 
 def test_a_content_type_may_have_parameters(served: Served) -> None:
