@@ -48,7 +48,7 @@ def idle(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) ->
 KEYS: dict[str, str] = {}
 
 
-def bearer(tenant: str) -> dict[str, str]:
+def bearer(tenant: str) -> dict[str, Any]:
     return {"authorization": f"Bearer {KEYS[tenant]}"}
 
 
