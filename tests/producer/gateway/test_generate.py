@@ -105,7 +105,7 @@ def test_jobs_of_a_chat_have_the_callers_tenant_trace_and_lane(redis_server: Red
         gateway = made.gateway(api_keys=str(path))
         made.worker()
         made.queue.redis.hset(made.queue.keys.meta, "paused", "1")
-        headers = {"authorization": f"Bearer {keys['acme']}", "traceparent": trace}
+        headers: dict[str, Any] = {"authorization": f"Bearer {keys['acme']}", "traceparent": trace}
         call = Call(gateway, CHAT, chat(), **headers)
         entries: Any = eventually(lambda: made.queue.redis.xrange(made.queue.keys.lane("low")))
         fields = entries[0][1]
