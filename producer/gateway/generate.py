@@ -5,6 +5,7 @@ The client's connection is the job's reason to run: a client that goes away, or 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -80,6 +81,9 @@ async def _generate(request: Request, url: str) -> Response:
                 message = f"No answer within {timeout:g} s; the job is cancelled."
                 raise ApiError(504, message, code="timeout") from None
         raise ClientDisconnect from None
+    except asyncio.CancelledError:  # a shutdown that does not wait: the job goes on
+        work.end(None)
+        raise
     except BaseException:
         work.fail()
         raise

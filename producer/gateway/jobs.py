@@ -195,6 +195,8 @@ async def events(request: Request) -> Response:
     job, found = await _find(request)
     if found.status.ended and _after_final(last):
         return Response(status_code=204)  # the one answer after which an EventSource does not connect again
+    if request.method == "HEAD":
+        return Response(media_type=EventStream.media_type)
     gateway = gateway_of(request)
     gateway.metrics.streams.inc()
 

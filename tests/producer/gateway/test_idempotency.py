@@ -28,7 +28,7 @@ def key() -> str:
     return secrets.token_hex(8)
 
 
-def repeated(gateway: GatewayProcess, path: str, body: Any, key: str, **headers: str) -> Answer:
+def repeated(gateway: GatewayProcess, path: str, body: Any, key: str, **headers: Any) -> Answer:
     return post(f"{gateway.url}{path}", body, idempotency_key=key, **headers)
 
 

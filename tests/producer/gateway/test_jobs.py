@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.producer.gateway.harness import Answer, GatewayProcess, Stack, get, post, stack
+from tests.producer.gateway.harness import Answer, GatewayProcess, Stack, ask, get, post, stack
 from tests.producer.gateway.streams import JOBS, Call
 from tests.support import RedisServer, eventually
 
@@ -16,12 +16,12 @@ TEXT = "80 81 82 83 "
 
 
 def submit(
-    gateway: GatewayProcess, body: Any = None, *, headers: dict[str, str] | None = None, **fields: Any
+    gateway: GatewayProcess, body: Any = None, *, headers: dict[str, Any] | None = None, **fields: Any
 ) -> Answer:
     return post(f"{gateway.url}{JOBS}", {"body": body or PROMPT, **fields}, **(headers or {}))
 
 
-def show(gateway: GatewayProcess, job_id: str, query: str = "", **headers: str) -> Answer:
+def show(gateway: GatewayProcess, job_id: str, query: str = "", **headers: Any) -> Answer:
     return get(f"{gateway.url}{JOBS}/{job_id}{query}", **headers)
 
 
@@ -48,7 +48,7 @@ def idle(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) ->
 KEYS: dict[str, str] = {}
 
 
-def bearer(tenant: str) -> dict[str, str]:
+def bearer(tenant: str) -> dict[str, Any]:
     return {"authorization": f"Bearer {KEYS[tenant]}"}
 
 
@@ -172,7 +172,13 @@ def test_a_last_event_id_that_is_none_is_refused(gateway: GatewayProcess, last: 
     assert answer.json["error"]["param"] == "last_event_id"
 
 
-def test_events_are_followed_while_the_job_runs_and_with_stream_0_end_with_the_result(gateway: GatewayProcess) -> None:
+def test_a_head_request_for_events_does_not_wait_for_them(idle: Stack) -> None:
+    job_id = submit(idle.first_gateway, headers=bearer("acme")).json["id"]
+    answer = ask("HEAD", f"{idle.first_gateway.url}{JOBS}/{job_id}/events", **bearer("acme"))
+    assert (answer.status, answer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+
+
+def test_events_are_followed_while_the_job_runs(gateway: GatewayProcess) -> None:
     job_id = submit(gateway, {"prompt": "Hi", "max_tokens": 100}).json["id"]
     events = list(Call(gateway, f"{JOBS}/{job_id}/events").events())
     assert [event.name for event in (events[0], events[-1])] == ["start", "final"]
