@@ -37,8 +37,6 @@ BLOCK_MS = 5000
 """How long one blocking read waits."""
 READ_COUNT = 512
 """Maximum number of entries of one XREAD."""
-STREAM_COUNT = 64
-"""The same for the events of one job, which may be large and wait in memory for a reader that takes them slowly."""
 CLEAN_UP_S = 5.0
 """Time limit for cancelling the unfinished jobs of a `map` that is left early."""
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from tokenmill.client.core import STREAM_COUNT, Emit, Get, Once, Presence, Read, Steps
+from tokenmill.client.core import READ_COUNT, Emit, Get, Once, Presence, Read, Steps
 from tokenmill.client.patience import Deadline
 from tokenmill.protocol.errors import TokenmillError
 from tokenmill.protocol.events import SEAL_ID, Event, FinalEvent, StartEvent, StreamReader, TokenEvent
 from tokenmill.protocol.keys import Keys
 from tokenmill.protocol.result import Result
+
+FIRST_COUNT = 4
+"""Maximum number of entries of the first read of a job's events; further reads have up to twice as many each."""
+READ_BYTES = 64 << 10
+"""Size of the entries of one read that is aimed at: they wait in memory for a reader that takes them slowly."""
 
 
 class TextRestarted(TokenmillError):
@@ -35,9 +41,12 @@ def stream_steps(
     reader, out = StreamReader(from_id), keys.out(job_id)
     block: int | None = None
     raw: bytes | None = None
+    limit = FIRST_COUNT
     while True:
-        replies = yield Read({out: reader.last_id}, block, deadline, STREAM_COUNT)
+        replies = yield Read({out: reader.last_id}, block, deadline, limit)
         entries = replies[0][1] if replies else []
+        if entries:
+            limit = _next_limit(limit, [fields for _, fields in entries])
         presence.known.update([job_id] if entries else ())
         for event in reader.feed(entries):
             if isinstance(event, FinalEvent) and event.result is None:
@@ -57,6 +66,12 @@ def stream_steps(
         # Result and final event are written together: once the result is seen, the stream is complete.
         readable = raw is not None or (entries and not deadline.left)
         block = None if readable else deadline.block_ms(block_ms)
+
+
+def _next_limit(limit: int, read: Sequence[Mapping[bytes, bytes]]) -> int:
+    """Return how many entries to read after `read`, whose limit was `limit`, so that a read has about `READ_BYTES`."""
+    size = sum(len(value) for fields in read for value in fields.values())
+    return max(1, min(2 * limit, READ_COUNT, READ_BYTES * len(read) // max(1, size)))
 
 
 def check_event_id(text: str, name: str = "from_id") -> str:

@@ -1,14 +1,14 @@
 """The events of an output stream, for readers. No I/O here.
 
     parse_event(entry_id, fields) -> StartEvent | TokenEvent | FinalEvent
-    StreamReader(from_id="0").feed(entries) -> list[Event]    # .last_id to read on from, .fence, .done
+    StreamReader(from_id="0").feed(entries) -> Iterator[Event]    # .last_id to read on from, .fence, .done
 
 A `StartEvent` with a higher fence than before restarts the text: drop the text of lower fences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -98,18 +98,16 @@ class StreamReader:
         self.last_id = from_id
         self.done = False
 
-    def feed(self, entries: Iterable[tuple[bytes, Mapping[bytes, bytes]]]) -> list[Event]:
-        """Parse entries as XREAD returns them; entries behind the final event are ignored.
+    def feed(self, entries: Iterable[tuple[bytes, Mapping[bytes, bytes]]]) -> Iterator[Event]:
+        """Parse entries as XREAD returns them, one at a time; entries behind the final event are ignored.
 
         Raises:
             ValueError: an entry is not an event.
         """
-        events = []
         for entry_id, fields in entries:
             event = parse_event(entry_id, fields)
-            events.append(event)
             self.last_id = event.id
-            if isinstance(event, FinalEvent):
-                self.done = True
-                break
-        return events
+            self.done = isinstance(event, FinalEvent)
+            yield event
+            if self.done:
+                return

@@ -98,12 +98,12 @@ def test_a_stream_reader_stops_at_the_final_event_and_keeps_its_last_id() -> Non
     start = {b"type": b"start", b"worker": b"w", b"attempt": b"1", b"prompt_tokens": b"3"}
     token = {b"type": b"token", b"index": b"0", b"text": b"x", b"tokens": b"1"}
     final = {b"type": b"final", b"status": b"succeeded"}
-    assert reader.feed([(b"1-0", start), (b"1-1", token)]) == [
+    assert list(reader.feed([(b"1-0", start), (b"1-1", token)])) == [
         StartEvent("1-0", 1, "w", 1, 3),
         TokenEvent("1-1", 1, 1, 0, "x", 1),
     ]
     assert (reader.last_id, reader.done) == ("1-1", False)
-    assert reader.feed([(b"1700000000000-0", final), (b"1700000000000-1", token)]) == [
+    assert list(reader.feed([(b"1700000000000-0", final), (b"1700000000000-1", token)])) == [
         FinalEvent("1700000000000-0", Status.SUCCEEDED, None)
     ]
     assert reader.done
