@@ -190,10 +190,7 @@ async def rounds(made: Stack, load: Load, count: int, memory: Memory) -> dict[st
             await load.run(made, read, one)
             one.gateway, one.clients = one.gateway + gateway.cpu_seconds, one.clients + time.process_time()
             found[name].append(one)
-            print(
-                _line(f"round {number + 1} {name:<5}", one, load.clients * load.streams * load.tokens, gateway),
-                flush=True,
-            )
+            print(_line(f"round {number + 1} {name:<5}", one, load, gateway), flush=True)
     return found
 
 
