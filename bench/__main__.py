@@ -108,9 +108,10 @@ def gateway(
     rate: Annotated[float, typer.Option(min=1, help="Tokens per second of each stream.")] = 10.0,
     tokens: Annotated[int, typer.Option(min=2, max=200, help="Tokens of each stream.")] = 100,
     rounds: Annotated[int, typer.Option(min=1, help="Measured rounds of each kind; they alternate.")] = 3,
+    burst: Annotated[bool, typer.Option(help="Begin all streams at once, not spread over time.")] = False,
 ) -> None:
     """Measure streams over HTTP against readers on Redis: first tokens, gaps, and the gateway's memory."""
-    raise typer.Exit(0 if gateway_bench.report(clients, rate, tokens, rounds) else 1)
+    raise typer.Exit(0 if gateway_bench.report(clients, rate, tokens, rounds, burst) else 1)
 
 
 @app.command()

@@ -1,13 +1,16 @@
 """Measures streams over HTTP against readers on Redis: first tokens, gaps between tokens, memory of the gateway.
 
 A real Redis, a worker process with an engine that computes nothing at a fixed rate, a gateway process, and all clients
-in this process. Rounds over HTTP and rounds on Redis alternate; each client reads one job.
+in this process. Rounds over HTTP and rounds on Redis alternate. In a round each client reads two streams in turn; the
+first begins at a random time within the length of a stream, so that all clients read while streams begin and end. In a
+burst each client reads one stream, and all begin at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import statistics
 import threading
 import time
@@ -64,6 +67,10 @@ class Round:
         self.first.append(arrivals[0][0] - begun)
         for (before, _), (now, count) in itertools.pairwise(arrivals):
             self.gaps += [(now - before) / count] * count
+
+
+Read = Callable[[Stack, int, int, Round], Awaitable[None]]
+"""Reads one stream with a prompt of this number, so many tokens long, and adds it to the round."""
 
 
 @dataclass
@@ -127,7 +134,7 @@ async def sse_events(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, li
     raise StreamFailed("a stream ended before [DONE]")
 
 
-def on_redis(client: AsyncClient) -> Callable[[Stack, int, int, Round], Awaitable[None]]:
+def on_redis(client: AsyncClient) -> Read:
     """Return the reader of one job's events by the client library."""
 
     async def read(made: Stack, number: int, tokens: int, result: Round) -> None:
@@ -141,26 +148,55 @@ def on_redis(client: AsyncClient) -> Callable[[Stack, int, int, Round], Awaitabl
     return read
 
 
-async def rounds(made: Stack, clients: int, tokens: int, count: int, memory: Memory) -> dict[str, list[Round]]:
+@dataclass(frozen=True)
+class Load:
+    """What the clients of a round do."""
+
+    clients: int
+    tokens: int
+    """Length of each stream."""
+    spread_s: float
+    """The first streams begin within this time; 0: all at once."""
+
+    @property
+    def streams(self) -> int:
+        """Streams that each client reads in turn."""
+        return 2 if self.spread_s else 1
+
+    async def run(self, made: Stack, read: Read, result: Round) -> None:
+        """Run all clients to their ends; the same random times in each round."""
+        rng = random.Random(1)
+        delays = [rng.uniform(0, self.spread_s) for _ in range(self.clients)]
+
+        async def client(number: int) -> None:
+            await asyncio.sleep(delays[number])
+            for _ in range(self.streams):
+                await read(made, number, self.tokens, result)
+
+        await asyncio.gather(*(client(number) for number in range(self.clients)))
+
+
+async def rounds(made: Stack, load: Load, count: int, memory: Memory) -> dict[str, list[Round]]:
     """Run `count` rounds of each kind in turn, and print them; return kind → rounds."""
     found: dict[str, list[Round]] = {"HTTP": [], "Redis": []}
     async with AsyncClient(made.url, made.queue.keys.queue) as client:
         kinds = {"HTTP": over_http, "Redis": on_redis(client)}
         for read in kinds.values():  # so that connections and code are warm
-            await asyncio.gather(*(read(made, i, 4, Round()) for i in range(clients)))
+            await Load(load.clients, 4, 0).run(made, read, Round())
             memory.samples.clear()
         for number, (name, read) in itertools.product(range(count), kinds.items()):
             one, gateway = Round(), made.first_gateway
             one.gateway, one.clients = -gateway.cpu_seconds, -time.process_time()
-            await asyncio.gather(*(read(made, i, tokens, one) for i in range(clients)))
+            await load.run(made, read, one)
             one.gateway, one.clients = one.gateway + gateway.cpu_seconds, one.clients + time.process_time()
             found[name].append(one)
-            print(_line(f"round {number + 1} {name:<5}", one, clients * tokens, gateway), flush=True)
+            print(_line(f"round {number + 1} {name:<5}", one, load, gateway), flush=True)
     return found
 
 
-def _line(name: str, one: Round, tokens: int, gateway: GatewayProcess) -> str:
+def _line(name: str, one: Round, load: Load, gateway: GatewayProcess) -> str:
     """Return a round as one line of text."""
+    tokens = load.clients * load.streams * load.tokens
     cpu = f"µs of CPU a token: gateway {one.gateway / tokens * 1e6:.0f}, clients {one.clients / tokens * 1e6:.0f}"
     return (
         f"{name}: first token {spread(one.first)} ms, between tokens {spread(one.gaps)} ms (p50/p90/p99); {cpu}; "
@@ -168,7 +204,7 @@ def _line(name: str, one: Round, tokens: int, gateway: GatewayProcess) -> str:
     )
 
 
-def report(clients: int, rate: float, tokens: int, count: int) -> bool:
+def report(clients: int, rate: float, tokens: int, count: int, burst: bool) -> bool:
     """Run the rounds and print the ratios of their medians; return whether all are within their limits."""
     with TemporaryDirectory() as name, running_redis(Path(name)) as server, stack(server.url, Path(name)) as made:
         gateway = made.gateway(wait=False, log_level="warning", max_requests=str(2 * clients))
@@ -177,7 +213,7 @@ def report(clients: int, rate: float, tokens: int, count: int) -> bool:
         gateway.wait_until_it_answers()
         memory = Memory(gateway)
         with memory.sampled():
-            found = asyncio.run(rounds(made, clients, tokens, count, memory))
+            found = asyncio.run(rounds(made, Load(clients, tokens, 0 if burst else tokens / rate), count, memory))
     good = True
     for what, share in itertools.product(("first", "gaps"), (0.5, 0.99)):
         medians = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import subprocess
 import sys
 
 import pytest
@@ -61,3 +62,14 @@ def test_the_engine_benchmark_runs_both_ways_and_gives_the_ratio(extra: list[str
     shown = output_of(command)
     assert len(re.findall(r"2 requests, in \d+, out \d+: .* out tok/s, .* first token \d", shown)) == 2
     assert re.search(r"shared: through Redis / offline = \d\.\d{3}", shown)
+
+
+@pytest.mark.redis_server
+@pytest.mark.usefixtures("redis_server")
+def test_the_gateway_benchmark_reads_streams_both_ways_and_gives_the_ratios() -> None:
+    command = [sys.executable, "-m", "bench", "gateway", "--clients", "3", "--tokens", "4", "--rounds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode in (0, 1), done.stderr  # 1: a ratio is above its limit, as on a busy machine
+    assert len(re.findall(r"round 1 (?:HTTP|Redis) ?: first token", done.stdout)) == 2, done.stdout + done.stderr
+    assert done.stdout.count(", ratio ") == 4
+    assert "memory of the gateway: " in done.stdout
