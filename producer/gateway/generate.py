@@ -126,7 +126,7 @@ class _Work:
         first = await first_use(gateway, key, self.entry.id if key is None else key.id)
         if key is not None:
             self.entry = replace(self.entry, id=await current_id(gateway, key, _unanswered))
-        order = Order(self.caller, self.entry, self._body, self.caller.priority, key=key, first=first)
+        order = Order(self.caller, self.entry, self._body, self.caller.lane, key=key, first=first)
         self._job, self._request.state.job_id = gateway.client.job(self.entry.id), self.entry.id
         try:
             self._charge = await submit(gateway, order)

@@ -126,10 +126,10 @@ def _typed(data: Mapping[str, Any]) -> dict[str, Any]:
 def _lane(caller: Caller, priority: str | None) -> str:
     """Return the lane of a job: at most the caller's."""
     if priority is None:
-        return caller.priority
+        return caller.lane
     if priority not in LANES:
         raise _wrong("priority", f"must be one of {', '.join(LANES)}")
-    if caller.tenant is not None and LANES.index(priority) < LANES.index(caller.priority):
+    if caller.priority is not None and LANES.index(priority) < LANES.index(caller.priority):
         raise _wrong("priority", f"the API key allows {caller.priority} at most")
     return priority
 

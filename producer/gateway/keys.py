@@ -40,14 +40,19 @@ class Caller:
 
     tenant: str | None
     """None: the gateway has no keys."""
-    priority: Priority = "normal"
-    """The highest lane that the caller may use, and the default."""
+    priority: Priority | None = None
+    """The highest lane that the caller may use; None: any."""
     rpm: int | None = None
     """Requests a minute; None: any number."""
     tpm: int | None = None
     """Tokens a minute; None: any number."""
     key: str = ""
     """First 16 hex digits of the key's SHA-256, for logs and the rates in Redis."""
+
+    @property
+    def lane(self) -> Priority:
+        """The lane of jobs that ask for none."""
+        return self.priority or "normal"
 
 
 class KeysError(ValueError):

@@ -282,7 +282,7 @@ def test_a_trace_context_that_is_none_is_dropped(idle: Stack) -> None:
 
 def test_a_job_goes_into_the_lane_that_it_asks_for_at_most_that_of_its_key(idle: Stack) -> None:
     gateway = idle.first_gateway
-    for asked, lane in ((None, "normal"), ("low", "low"), ("normal", "normal")):
+    for asked, lane in ((None, "normal"), ("low", "low"), ("normal", "normal"), ("high", "high")):
         job_id = submit(gateway, priority=asked, headers=bearer("acme")).json["id"]
         assert entry_of(idle, job_id)[0] == lane
     job_id = submit(gateway, headers=bearer("slow")).json["id"]
