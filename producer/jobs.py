@@ -33,8 +33,8 @@ from rq.timeouts import JobTimeoutException
 from producer import rqjob
 from producer.aftermath import after_death
 from producer.callbacks import Courier
+from producer.files.catalog import delete_expired
 from producer.files.folder import Folder
-from producer.files.library import delete_expired
 from producer.files.rqjobs import tend
 from producer.files.run import run_batch as run_batch_on
 from producer.generations import generation_ids, generation_keys, is_over

@@ -9,9 +9,9 @@ from typing import Final
 
 import orjson
 
-from producer.files.library import find_file
+from producer.files.catalog import find_file
 from producer.files.objects import CANCEL, ENDED, batch_object, batch_record, page, parse_batch
-from producer.files.storage import BATCH, Json, Shelf, Storage, new_id
+from producer.files.storage import BATCH, Bucket, Json, Storage, new_id
 from tokenmill.openai.errors import ApiError
 from tokenmill.openai.request import URLS
 
@@ -64,42 +64,42 @@ def _id_of_key(storage: Storage, tenant: str | None, key: str, body: Json, fresh
     return str(known["id"])
 
 
-def find_batch(shelf: Shelf, batch_id: str) -> Json:
+def find_batch(bucket: Bucket, batch_id: str) -> Json:
     """Return the object of a batch.
 
     Raises:
         ApiError: 404.
     """
-    found = _view(shelf, batch_id)
+    found = _view(bucket, batch_id)
     if found is None:
         raise ApiError(404, "There is no batch with this id.", code="not_found", param="id")
     return found
 
 
-def _view(shelf: Shelf, batch_id: str) -> Json | None:
-    record = shelf.load(batch_id)
+def _view(bucket: Bucket, batch_id: str) -> Json | None:
+    record = bucket.load(batch_id)
     if record is None:
         return None
-    return batch_object(batch_id, record, None if record["status"] in ENDED else shelf.noted(batch_id, CANCEL))
+    return batch_object(batch_id, record, None if record["status"] in ENDED else bucket.noted(batch_id, CANCEL))
 
 
-def list_batches(shelf: Shelf, *, limit: int, after: str | None, newest_first: bool = True) -> Json:
+def list_batches(bucket: Bucket, *, limit: int, after: str | None, newest_first: bool = True) -> Json:
     """Return OpenAI's list of the batches; see `page`."""
     more: Json = {"limit": limit, "after": after, "newest_first": newest_first, "prefix": BATCH}
-    return page(shelf, lambda one: _view(shelf, one), **more)
+    return page(bucket, lambda one: _view(bucket, one), **more)
 
 
-def cancel_batch(shelf: Shelf, batch_id: str) -> Json:
+def cancel_batch(bucket: Bucket, batch_id: str) -> Json:
     """Ask for the end of a batch and return its object; of one that is cancelled already, only return the object.
 
     Raises:
         ApiError: 404; 409 the batch has ended otherwise, or is about to.
     """
-    found = find_batch(shelf, batch_id)
+    found = find_batch(bucket, batch_id)
     if found["status"] in CANCELLABLE:
         with suppress(KeyError):  # deleted meanwhile
-            shelf.note(batch_id, CANCEL, {"at": int(time.time())})
-        found = find_batch(shelf, batch_id)
+            bucket.note(batch_id, CANCEL, {"at": int(time.time())})
+        found = find_batch(bucket, batch_id)
     if found["status"] not in ("cancelling", "cancelled"):
         raise ApiError(409, f"The batch is {found['status']}; it cannot be cancelled any more.", code="batch_ended")
     return found

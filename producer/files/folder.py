@@ -38,10 +38,10 @@ _DELETED: Final = ".gone-"
 class FolderDraft:
     """A new object in a folder with a hidden name."""
 
-    def __init__(self, shelf: FolderShelf) -> None:
-        self._shelf = shelf
-        shelf.ensure()
-        self.path = shelf.path / f"{_DRAFT}{secrets.token_hex(16)}"
+    def __init__(self, bucket: FolderBucket) -> None:
+        self._bucket = bucket
+        bucket.ensure()
+        self.path = bucket.path / f"{_DRAFT}{secrets.token_hex(16)}"
         self.path.mkdir()
         self._file: IO[bytes] = (self.path / _CONTENT).open("xb")
 
@@ -53,7 +53,7 @@ class FolderDraft:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        self._shelf.take_in(self.path, object_id, record)
+        self._bucket.take_in(self.path, object_id, record)
 
     def __enter__(self) -> FolderDraft:
         return self
@@ -64,14 +64,14 @@ class FolderDraft:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-class FolderShelf:
+class FolderBucket:
     """The objects of one kind of one tenant."""
 
     def __init__(self, path: Path, prefix: str) -> None:
         self.path, self._prefix = path, prefix
 
     def ensure(self) -> None:
-        """Make the shelf's folder, on the disk too."""
+        """Make the bucket's folder, on the disk too."""
         if not self.path.is_dir():
             self.path.mkdir(parents=True, exist_ok=True)
             sync_folder(self.path.parent)
@@ -223,11 +223,11 @@ class Folder:
     def _of(self, tenant: str | None) -> Path:
         return self.root / (_NO_TENANT if tenant is None else f"{_TENANT}{tenant}")
 
-    def files(self, tenant: str | None) -> FolderShelf:
-        return FolderShelf(self._of(tenant) / "files", FILE)
+    def files(self, tenant: str | None) -> FolderBucket:
+        return FolderBucket(self._of(tenant) / "files", FILE)
 
-    def batches(self, tenant: str | None) -> FolderShelf:
-        return FolderShelf(self._of(tenant) / "batches", BATCH)
+    def batches(self, tenant: str | None) -> FolderBucket:
+        return FolderBucket(self._of(tenant) / "batches", BATCH)
 
     def open_batch(self, batch_id: str, tenant: str | None) -> None:
         create_file(self._open / batch_id, orjson.dumps({"tenant": tenant}))

@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from producer.files.storage import Json, Shelf, is_id
+from producer.files.storage import Bucket, Json, is_id
 from tokenmill.openai.errors import ApiError
 from tokenmill.protocol.errors import clean
 
@@ -111,7 +111,13 @@ def batch_object(batch_id: str, record: Json, cancel: Json | None) -> Json:
 
 
 def page(
-    shelf: Shelf, view: Callable[[str], Json | None], *, limit: int, after: str | None, newest_first: bool, prefix: str
+    bucket: Bucket,
+    view: Callable[[str], Json | None],
+    *,
+    limit: int,
+    after: str | None,
+    newest_first: bool,
+    prefix: str,
 ) -> Json:
     """Return OpenAI's list of at most `limit` objects.
 
@@ -124,7 +130,7 @@ def page(
     """
     if after is not None and not is_id(after, prefix):
         raise ApiError(400, f"after: must be an id that begins with {prefix}", param="after")
-    ids = shelf.ids()
+    ids = bucket.ids()
     if newest_first:
         ids = (ids if after is None else ids[: bisect_left(ids, after)])[::-1]
     elif after is not None:

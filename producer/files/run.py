@@ -64,13 +64,13 @@ def run_batch(
             goes on.
         redis.RedisError: Redis stayed away; a later call goes on.
     """
-    shelf = storage.batches(tenant)
+    bucket = storage.batches(tenant)
     try:
-        with shelf.lock(batch_id) as held:
+        with bucket.lock(batch_id) as held:
             if not held:
                 log.info("batch_runs_elsewhere", id=batch_id)
                 return True
-            record = shelf.load(batch_id)
+            record = bucket.load(batch_id)
             if record is None:
                 return True
             if record["root"] != client.keys.root:
@@ -78,7 +78,7 @@ def run_batch(
             run = _Run(storage, tenant, batch_id, record, client, makes_way)
             if record["status"] not in ENDED and not run.go():
                 return False
-            shelf.clear(batch_id)
+            bucket.clear(batch_id)
             storage.close_batch(batch_id)
             return True
     except KeyError:  # deleted
@@ -97,11 +97,11 @@ class _Run:
         client: Client,
         makes_way: Callable[[float], bool],
     ) -> None:
-        self._files, self._shelf = storage.files(tenant), storage.batches(tenant)
+        self._files, self._bucket = storage.files(tenant), storage.batches(tenant)
         self._tenant, self._id, self._record = tenant, batch_id, record
         self._client, self._makes_way = client, makes_way
-        self._input = self._shelf.content(batch_id)
-        folder = self._shelf.workspace(batch_id)
+        self._input = self._bucket.content(batch_id)
+        folder = self._bucket.workspace(batch_id)
         self._output, self._errors = folder / "output.jsonl", folder / "errors.jsonl"
         self._stop, self._way, self._done = threading.Event(), threading.Event(), threading.Event()
         self._begun, self._start_s, self._counted = time.monotonic(), 0.0, -COUNTS_S
@@ -130,7 +130,7 @@ class _Run:
 
     def _due(self) -> str | None:
         """Return how the batch must end now; None if it may go on."""
-        if self._shelf.noted(self._id, CANCEL) is not None:
+        if self._bucket.noted(self._id, CANCEL) is not None:
             return "cancelled"
         return "expired" if time.time() >= self._record["expires_at"] else None
 
@@ -216,7 +216,7 @@ class _Run:
         if self._record["outcome"] is not None:
             return
         now = int(time.time())
-        cancel = self._shelf.noted(self._id, CANCEL)
+        cancel = self._bucket.noted(self._id, CANCEL)
         if outcome == "cancelled":
             moments = {"cancelling_at": cancel["at"] if cancel else now}
         else:
@@ -260,7 +260,7 @@ class _Run:
 
     def _save(self, **changes: Any) -> None:
         self._record = {**self._record, **changes}
-        self._shelf.save(self._id, self._record)
+        self._bucket.save(self._id, self._record)
 
 
 def _summary(output: Path) -> tuple[str | None, Json | None]:

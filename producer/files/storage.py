@@ -1,7 +1,7 @@
 """The interface to the place where files and batches are kept; `producer.files.folder` is its implementation.
 
-Gateways and clerks share one storage. It holds, for each tenant, a shelf of files and a shelf of batches. An object on
-a shelf has an id, a record (JSON), a content (bytes that never change), and, for batches, notes and a workspace.
+Gateways and clerks share one storage. It holds, for each tenant, a bucket of files and a bucket of batches. An object
+in a bucket has an id, a record (JSON), a content (bytes that never change), and, for batches, notes and a workspace.
 
 All methods block: call them in a thread. They raise `OSError` if the storage fails.
 """
@@ -43,14 +43,14 @@ class Draft(Protocol):
         """Takes the content."""
 
     def commit(self, object_id: str, record: Json) -> None:
-        """Put the object on the shelf, whole, and on the disk."""
+        """Put the object in the bucket, whole, and on the disk."""
 
     def __enter__(self) -> Draft: ...
 
     def __exit__(self, *error: object) -> None: ...
 
 
-class Shelf(Protocol):
+class Bucket(Protocol):
     """The files, or the batches, of one tenant. An unknown id raises `KeyError`, where nothing else is said."""
 
     def ids(self) -> list[str]:
@@ -66,7 +66,7 @@ class Shelf(Protocol):
         """Begin a new object whose content comes bit by bit."""
 
     def add(self, object_id: str, record: Json, source: Path) -> bool:
-        """Put a new object on the shelf with the content of `source`; return False if the id is there already."""
+        """Put a new object in the bucket with the content of `source`; return False if the id is there already."""
 
     def content(self, object_id: str) -> Path:
         """Return the path of the content, which other names of the same file outlive."""
@@ -97,15 +97,15 @@ class Shelf(Protocol):
 
 
 class Storage(Protocol):
-    """All shelves, and the list of batches that have not ended."""
+    """All buckets, and the list of batches that have not ended."""
 
     def tenants(self) -> Iterator[str | None]:
-        """Yield the tenants that have a shelf; None for the objects of a gateway without keys."""
+        """Yield the tenants that have a bucket; None for the objects of a gateway without keys."""
 
-    def files(self, tenant: str | None) -> Shelf:
+    def files(self, tenant: str | None) -> Bucket:
         """Return a tenant's files."""
 
-    def batches(self, tenant: str | None) -> Shelf:
+    def batches(self, tenant: str | None) -> Bucket:
         """Return a tenant's batches."""
 
     def open_batch(self, batch_id: str, tenant: str | None) -> None:

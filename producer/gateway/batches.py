@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from producer.files.batches import cancel_batch, create_batch, find_batch, list_batches
 from producer.files.rqjobs import enqueue_batch
-from producer.files.storage import Shelf
+from producer.files.storage import Bucket
 from producer.gateway.files import default_ttl
 from producer.gateway.gateway import REDIS_SECONDS, Gateway
 from producer.gateway.requests import caller_of, gateway_of, read_json
@@ -65,20 +65,20 @@ def _queue(url: str, name: str) -> rq.Queue:
 async def get_batches(request: Request) -> Response:
     """List the caller's batches."""
     wanted = page_of(request, default=DEFAULT_LIST, most=MAX_LIST)
-    return JSONResponse(await stored(list_batches, _shelf(request), **wanted._asdict()))
+    return JSONResponse(await stored(list_batches, _bucket(request), **wanted._asdict()))
 
 
 async def get_batch(request: Request) -> Response:
     """Describe a batch."""
-    return JSONResponse(await stored(find_batch, _shelf(request), request.path_params["batch_id"]))
+    return JSONResponse(await stored(find_batch, _bucket(request), request.path_params["batch_id"]))
 
 
 async def post_cancel(request: Request) -> Response:
     """Ask for the end of a batch."""
-    return JSONResponse(await stored(cancel_batch, _shelf(request), request.path_params["batch_id"]))
+    return JSONResponse(await stored(cancel_batch, _bucket(request), request.path_params["batch_id"]))
 
 
-def _shelf(request: Request) -> Shelf:
+def _bucket(request: Request) -> Bucket:
     return storage_of(request).batches(caller_of(request).tenant)
 
 

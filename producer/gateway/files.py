@@ -14,9 +14,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from producer.files.library import delete_file, find_file, list_files, no_file
+from producer.files.catalog import delete_file, find_file, list_files, no_file
 from producer.files.objects import file_object, file_record, parse_expiry
-from producer.files.storage import FILE, Draft, Shelf, new_id
+from producer.files.storage import FILE, Bucket, Draft, new_id
 from producer.gateway.requests import caller_of, gateway_of, limit_body
 from producer.gateway.settings import GatewaySettings
 from producer.gateway.storing import page_of, storage_of, stored
@@ -29,9 +29,9 @@ _READ_BYTES: Final = 256 << 10
 
 async def create_file(request: Request) -> Response:
     """Store an uploaded file; it is there when it is there whole."""
-    settings, shelf = gateway_of(request).settings, _shelf(request)
+    settings, bucket = gateway_of(request).settings, _bucket(request)
     limit_body(request, settings.max_file_bytes + FORM_BYTES)
-    async with _draft(shelf) as draft:
+    async with _draft(bucket) as draft:
         upload = Upload(request.headers.get("content-type", ""), draft.file, settings.max_file_bytes)
         await upload.read(request.stream())
         ttl_s, created_at = _expiry(upload, settings), int(time.time())
@@ -42,8 +42,8 @@ async def create_file(request: Request) -> Response:
 
 
 @asynccontextmanager
-async def _draft(shelf: Shelf) -> AsyncIterator[Draft]:
-    draft = await stored(shelf.draft)
+async def _draft(bucket: Bucket) -> AsyncIterator[Draft]:
+    draft = await stored(bucket.draft)
     try:
         yield draft
     finally:
@@ -71,21 +71,21 @@ async def get_files(request: Request) -> Response:
     """List the caller's files."""
     wanted = page_of(request, default=MAX_LIST, most=MAX_LIST)
     purpose = request.query_params.get("purpose")
-    return JSONResponse(await stored(list_files, _shelf(request), purpose=purpose, **wanted._asdict()))
+    return JSONResponse(await stored(list_files, _bucket(request), purpose=purpose, **wanted._asdict()))
 
 
 async def get_file(request: Request) -> Response:
     """Describe a file."""
     file_id = request.path_params["file_id"]
-    return JSONResponse(file_object(file_id, await stored(find_file, _shelf(request), file_id)))
+    return JSONResponse(file_object(file_id, await stored(find_file, _bucket(request), file_id)))
 
 
 async def get_content(request: Request) -> Response:
     """Send the content of a file."""
-    shelf, file_id = _shelf(request), request.path_params["file_id"]
-    record = await stored(find_file, shelf, file_id)
+    bucket, file_id = _bucket(request), request.path_params["file_id"]
+    record = await stored(find_file, bucket, file_id)
     try:
-        file = await stored(shelf.open, file_id)
+        file = await stored(bucket.open, file_id)
     except KeyError:  # deleted meanwhile
         raise no_file() from None
     return _Content(file, record["bytes"])
@@ -116,11 +116,11 @@ class _Content(StreamingResponse):
 
 async def remove_file(request: Request) -> Response:
     """Delete a file."""
-    answer: dict[str, Any] = await stored(delete_file, _shelf(request), request.path_params["file_id"])
+    answer: dict[str, Any] = await stored(delete_file, _bucket(request), request.path_params["file_id"])
     return JSONResponse(answer)
 
 
-def _shelf(request: Request) -> Shelf:
+def _bucket(request: Request) -> Bucket:
     return storage_of(request).files(caller_of(request).tenant)
 
 

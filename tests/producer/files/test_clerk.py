@@ -16,7 +16,7 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from producer.files.rqjobs import enqueue_batch
-from tests.producer.files.shop import Shop
+from tests.producer.files.tenant import Tenant
 from tests.producer.gateway.harness import Stack, stack
 from tests.support import RedisServer, eventually
 from tests.tokenmill.batch.files import request
@@ -42,27 +42,27 @@ def worker(office: Stack) -> Iterator[MiniWorker]:
 
 
 @pytest.fixture
-def shop(office: Stack) -> Shop:
-    return Shop(office.files, office.queue)
+def tenant(office: Stack) -> Tenant:
+    return Tenant(office.files, office.queue)
 
 
 def rq_queue(office: Stack) -> rq.Queue:
     return rq.Queue(office.batch_queue, connection=office.queue.redis, serializer=JSONSerializer)
 
 
-def enqueue(office: Stack, shop: Shop, batch_id: str) -> None:
-    enqueue_batch(rq_queue(office), shop.tenant, batch_id)
+def enqueue(office: Stack, tenant: Tenant, batch_id: str) -> None:
+    enqueue_batch(rq_queue(office), tenant.name, batch_id)
 
 
-def ends(shop: Shop, batch_id: str, status: str = "completed") -> None:
-    eventually(lambda: shop.batch(batch_id).status == status, LONG, 0.05)
+def ends(tenant: Tenant, batch_id: str, status: str = "completed") -> None:
+    eventually(lambda: tenant.batch(batch_id).status == status, LONG, 0.05)
 
 
-def done(shop: Shop, batch_id: str, number: int) -> Callable[[], bool]:
+def done(tenant: Tenant, batch_id: str, number: int) -> Callable[[], bool]:
     """Whether so many requests of a batch have succeeded."""
 
     def probe() -> bool:
-        counts = shop.batch(batch_id).request_counts
+        counts = tenant.batch(batch_id).request_counts
         return counts is not None and counts.completed >= number
 
     return probe
@@ -81,142 +81,144 @@ def forget_rq(office: Stack) -> None:
     redis.delete(*redis.scan_iter(f"rq:*{name}*"))
 
 
-def test_a_clerk_runs_a_batch(office: Stack, shop: Shop, worker: MiniWorker) -> None:
-    batch_id = shop.of(["one", "two", "FAIL"])
-    enqueue(office, shop, batch_id)
+def test_a_clerk_runs_a_batch(office: Stack, tenant: Tenant, worker: MiniWorker) -> None:
+    batch_id = tenant.of(["one", "two", "FAIL"])
+    enqueue(office, tenant, batch_id)
     office.clerk()
-    ends(shop, batch_id)
-    shop.check_whole(batch_id, numbers(3))
+    ends(tenant, batch_id)
+    tenant.check_whole(batch_id, numbers(3))
 
 
-def test_a_batch_that_was_never_enqueued_is_found(office: Stack, shop: Shop, worker: MiniWorker) -> None:
-    batch_id = shop.of(["one"])
+def test_a_batch_that_was_never_enqueued_is_found(office: Stack, tenant: Tenant, worker: MiniWorker) -> None:
+    batch_id = tenant.of(["one"])
     office.clerk()
-    ends(shop, batch_id)
+    ends(tenant, batch_id)
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["horse", "clerk"])
-def test_a_batch_is_finished_after_a_sigkill(office: Stack, shop: Shop, worker: MiniWorker, whole: bool) -> None:
-    batch_id = shop.of(["one", "two", "HOLD three", "four", "five"])
-    enqueue(office, shop, batch_id)
+def test_a_batch_is_finished_after_a_sigkill(office: Stack, tenant: Tenant, worker: MiniWorker, whole: bool) -> None:
+    batch_id = tenant.of(["one", "two", "HOLD three", "four", "five"])
+    enqueue(office, tenant, batch_id)
     first = office.clerk()
-    eventually(done(shop, batch_id, 2), LONG)
+    eventually(done(tenant, batch_id, 2), LONG)
     if whole:
         first.kill()
         office.clerk()
     else:
         first.kill_horse()
     worker.release()
-    ends(shop, batch_id)
-    good, _ = shop.check_whole(batch_id, numbers(5))
+    ends(tenant, batch_id)
+    good, _ = tenant.check_whole(batch_id, numbers(5))
     assert len(good) == 5
 
 
 def test_a_clerk_that_is_stopped_ends_soon_and_another_finishes_the_batch(
-    office: Stack, shop: Shop, worker: MiniWorker
+    office: Stack, tenant: Tenant, worker: MiniWorker
 ) -> None:
-    batch_id = shop.of(["one", "HOLD two", "three"])
-    enqueue(office, shop, batch_id)
+    batch_id = tenant.of(["one", "HOLD two", "three"])
+    enqueue(office, tenant, batch_id)
     first = office.clerk()
-    eventually(done(shop, batch_id, 1), LONG)
+    eventually(done(tenant, batch_id, 1), LONG)
     assert first.stop(LONG) == 0
-    assert shop.batch(batch_id).status == "in_progress"
+    assert tenant.batch(batch_id).status == "in_progress"
     assert batch_id in rq_queue(office).job_ids
     office.clerk()
     worker.release()
-    ends(shop, batch_id)
-    shop.check_whole(batch_id, numbers(3))
+    ends(tenant, batch_id)
+    tenant.check_whole(batch_id, numbers(3))
 
 
-def test_two_clerks_run_two_batches_at_once(office: Stack, shop: Shop, worker: MiniWorker) -> None:
-    batches = [shop.of(["HOLD one", "two"]), shop.of(["HOLD one", "two"])]
+def test_two_clerks_run_two_batches_at_once(office: Stack, tenant: Tenant, worker: MiniWorker) -> None:
+    batches = [tenant.of(["HOLD one", "two"]), tenant.of(["HOLD one", "two"])]
     for batch_id in batches:
-        enqueue(office, shop, batch_id)
+        enqueue(office, tenant, batch_id)
     office.clerk()
     office.clerk()
     for batch_id in batches:
-        eventually(lambda batch_id=batch_id: shop.batch(batch_id).status == "in_progress", LONG)  # type: ignore[misc]
+        eventually(lambda batch_id=batch_id: tenant.batch(batch_id).status == "in_progress", LONG)  # type: ignore[misc]
     worker.release()
     for batch_id in batches:
-        ends(shop, batch_id)
-        batch = shop.batch(batch_id)
-        assert sorted(shop.lines(batch.output_file_id)) == numbers(2)
+        ends(tenant, batch_id)
+        batch = tenant.batch(batch_id)
+        assert sorted(tenant.lines(batch.output_file_id)) == numbers(2)
 
 
 @pytest.mark.parametrize("running", [False, True], ids=["waiting", "running"])
-def test_a_batch_outlives_the_loss_of_rqs_keys(office: Stack, shop: Shop, worker: MiniWorker, running: bool) -> None:
-    batch_id = shop.of(["one", "HOLD two"])
-    enqueue(office, shop, batch_id)
+def test_a_batch_outlives_the_loss_of_rqs_keys(
+    office: Stack, tenant: Tenant, worker: MiniWorker, running: bool
+) -> None:
+    batch_id = tenant.of(["one", "HOLD two"])
+    enqueue(office, tenant, batch_id)
     if running:
         office.clerk()
-        eventually(done(shop, batch_id, 1), LONG)
+        eventually(done(tenant, batch_id, 1), LONG)
     forget_rq(office)
     assert not Job.exists(batch_id, connection=office.queue.redis)
     if not running:
         office.clerk()
     worker.release()
-    ends(shop, batch_id)
-    shop.check_whole(batch_id, numbers(2))
+    ends(tenant, batch_id)
+    tenant.check_whole(batch_id, numbers(2))
 
 
-def test_a_batch_cancelled_in_rq_stops_and_expires_in_time(office: Stack, shop: Shop, worker: MiniWorker) -> None:
-    batch_id = shop.of(["one", "HOLD two"])
-    enqueue(office, shop, batch_id)
+def test_a_batch_cancelled_in_rq_stops_and_expires_in_time(office: Stack, tenant: Tenant, worker: MiniWorker) -> None:
+    batch_id = tenant.of(["one", "HOLD two"])
+    enqueue(office, tenant, batch_id)
     office.clerk()
-    eventually(done(shop, batch_id, 1), LONG)
+    eventually(done(tenant, batch_id, 1), LONG)
     Job.fetch(batch_id, connection=office.queue.redis, serializer=JSONSerializer).cancel()
-    eventually(lambda: unlocked(shop, batch_id), LONG)
-    record = shop.batches.load(batch_id) or {}
+    eventually(lambda: unlocked(tenant, batch_id), LONG)
+    record = tenant.batches.load(batch_id) or {}
     assert record["status"] == "in_progress"
-    shop.batches.save(batch_id, {**record, "expires_at": int(time.time())})
-    ends(shop, batch_id, "expired")
-    shop.check_whole(batch_id, numbers(2))
+    tenant.batches.save(batch_id, {**record, "expires_at": int(time.time())})
+    ends(tenant, batch_id, "expired")
+    tenant.check_whole(batch_id, numbers(2))
 
 
-def unlocked(shop: Shop, batch_id: str) -> bool:
-    with shop.batches.lock(batch_id) as held:
+def unlocked(tenant: Tenant, batch_id: str) -> bool:
+    with tenant.batches.lock(batch_id) as held:
         return held
 
 
-def test_a_clerk_leaves_the_batches_of_another_queue_alone(office: Stack, shop: Shop, worker: MiniWorker) -> None:
-    mine, other = shop.of(["one"]), shop.of(["one"])
-    shop.batches.save(other, {**(shop.batches.load(other) or {}), "root": "tokenmill:{other}:"})
+def test_a_clerk_leaves_the_batches_of_another_queue_alone(office: Stack, tenant: Tenant, worker: MiniWorker) -> None:
+    mine, other = tenant.of(["one"]), tenant.of(["one"])
+    tenant.batches.save(other, {**(tenant.batches.load(other) or {}), "root": "tokenmill:{other}:"})
     office.clerk()
-    ends(shop, mine)
-    assert shop.batch(other).status == "validating"
-    assert [batch_id for batch_id, _, _ in shop.storage.open_batches()] == [other]
+    ends(tenant, mine)
+    assert tenant.batch(other).status == "validating"
+    assert [batch_id for batch_id, _, _ in tenant.storage.open_batches()] == [other]
 
 
-def test_a_clerk_delivers_webhooks_while_a_batch_runs(office: Stack, shop: Shop, worker: MiniWorker) -> None:
-    batch_id = shop.of(["one", "HOLD two"])
-    enqueue(office, shop, batch_id)
+def test_a_clerk_delivers_webhooks_while_a_batch_runs(office: Stack, tenant: Tenant, worker: MiniWorker) -> None:
+    batch_id = tenant.of(["one", "HOLD two"])
+    enqueue(office, tenant, batch_id)
     clerk = office.clerk()
-    eventually(done(shop, batch_id, 1), LONG)
+    eventually(done(tenant, batch_id, 1), LONG)
 
     def runs_between() -> bool:
         runs = clerk.log.partition(f"batch {batch_id}")[2]
         _, found, after = runs.partition("producer.jobs.deliver_callbacks")
-        return bool(found) and f"batch {batch_id}" in after and shop.batch(batch_id).status == "in_progress"
+        return bool(found) and f"batch {batch_id}" in after and tenant.batch(batch_id).status == "in_progress"
 
     eventually(runs_between, LONG)
     worker.release()
-    ends(shop, batch_id)
-    shop.check_whole(batch_id, numbers(2))
+    ends(tenant, batch_id)
+    tenant.check_whole(batch_id, numbers(2))
 
 
 def test_a_batch_outlives_a_crash_of_redis(own_redis: RedisServer, tmp_path: Path) -> None:
     with stack(own_redis.url, tmp_path) as office:
-        shop = Shop(office.files, office.queue)
+        tenant = Tenant(office.files, office.queue)
         lines = [request(str(n), f"prompt {n}", max_tokens=4) for n in range(150)]
-        batch_id = shop.create([{**line, "body": {**line["body"], "model": "fake"}} for line in lines])
-        enqueue(office, shop, batch_id)
+        batch_id = tenant.create([{**line, "body": {**line["body"], "model": "fake"}} for line in lines])
+        enqueue(office, tenant, batch_id)
         office.clerk()
         office.worker(FAKE_STEP="0.05", max_num_seqs="4")
-        eventually(done(shop, batch_id, 1), LONG)
+        eventually(done(tenant, batch_id, 1), LONG)
         own_redis.kill()
         own_redis.start()
-        ends(shop, batch_id)
-        good, _ = shop.check_whole(batch_id, numbers(150))
+        ends(tenant, batch_id)
+        good, _ = tenant.check_whole(batch_id, numbers(150))
         assert len(good) == 150
 
 

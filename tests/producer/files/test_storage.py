@@ -32,24 +32,24 @@ def put(storage: Storage, tenant: str | None, content: bytes = b"x", **record: o
     return file_id
 
 
-def test_an_object_is_on_the_shelf_with_its_content_and_record(storage: Folder) -> None:
+def test_an_object_is_on_the_bucket_with_its_content_and_record(storage: Folder) -> None:
     file_id = put(storage, "t", b"abc", name="ü")
-    shelf = storage.files("t")
-    assert shelf.ids() == [file_id]
-    assert shelf.load(file_id) == {"n": 1, "name": "ü"}
-    with shelf.open(file_id) as file:
+    bucket = storage.files("t")
+    assert bucket.ids() == [file_id]
+    assert bucket.load(file_id) == {"n": 1, "name": "ü"}
+    with bucket.open(file_id) as file:
         assert file.read() == b"abc"
 
 
 def test_a_draft_that_is_not_committed_leaves_nothing(storage: Folder) -> None:
-    shelf = storage.files("t")
-    with shelf.draft() as draft:
+    bucket = storage.files("t")
+    with bucket.draft() as draft:
         draft.file.write(b"half")
-    assert shelf.ids() == []
+    assert bucket.ids() == []
     assert os.listdir(storage.root / "tenant-t" / "files") == []
 
 
-def test_an_object_is_not_on_the_shelf_before_it_is_whole(storage: Folder) -> None:
+def test_an_object_is_not_on_the_bucket_before_it_is_whole(storage: Folder) -> None:
     with storage.files("t").draft() as draft:
         draft.file.write(b"half")
         assert storage.files("t").ids() == []
@@ -70,18 +70,18 @@ def test_the_folder_of_any_tenant_is_its_own_and_inside_the_root(storage: Folder
 @pytest.mark.parametrize("wicked", WICKED)
 def test_an_id_that_is_none_is_unknown_and_touches_no_path(storage: Folder, wicked: str) -> None:
     put(storage, "t")
-    shelf = storage.files("t")
+    bucket = storage.files("t")
     assert not is_id(wicked, FILE)
-    assert shelf.load(wicked) is None
-    assert shelf.noted(wicked, "cancel") is None
-    assert not shelf.delete(wicked)
+    assert bucket.load(wicked) is None
+    assert bucket.noted(wicked, "cancel") is None
+    assert not bucket.delete(wicked)
     for refused in (
-        lambda: shelf.open(wicked),
-        lambda: shelf.save(wicked, {}),
-        lambda: shelf.workspace(wicked),
-        lambda: shelf.content(wicked),
-        lambda: shelf.note(wicked, "cancel", {}),
-        lambda: shelf.lock(wicked).__enter__(),
+        lambda: bucket.open(wicked),
+        lambda: bucket.save(wicked, {}),
+        lambda: bucket.workspace(wicked),
+        lambda: bucket.content(wicked),
+        lambda: bucket.note(wicked, "cancel", {}),
+        lambda: bucket.lock(wicked).__enter__(),
     ):
         with pytest.raises(KeyError):
             refused()
@@ -109,10 +109,10 @@ def test_the_content_of_an_added_object_outlives_its_source(storage: Folder) -> 
 def test_an_object_is_added_once(storage: Folder, tmp_path: Path) -> None:
     source, batch_id = tmp_path / "source", new_id(BATCH)
     source.write_bytes(b"abc")
-    shelf = storage.batches("t")
-    assert shelf.add(batch_id, {"n": 1}, source)
-    assert not shelf.add(batch_id, {"n": 2}, source)
-    assert shelf.load(batch_id) == {"n": 1}
+    bucket = storage.batches("t")
+    assert bucket.add(batch_id, {"n": 1}, source)
+    assert not bucket.add(batch_id, {"n": 2}, source)
+    assert bucket.load(batch_id) == {"n": 1}
     assert os.listdir(storage.root / "tenant-t" / "batches") == [batch_id]
 
 
@@ -131,11 +131,11 @@ def test_the_content_is_copied_where_it_cannot_be_linked(
 
 
 def test_the_first_note_of_a_name_stays(storage: Folder) -> None:
-    shelf, file_id = storage.files(None), put(storage, None)
-    assert shelf.noted(file_id, "cancel") is None
-    assert shelf.note(file_id, "cancel", {"at": 1})
-    assert not shelf.note(file_id, "cancel", {"at": 2})
-    assert shelf.noted(file_id, "cancel") == {"at": 1}
+    bucket, file_id = storage.files(None), put(storage, None)
+    assert bucket.noted(file_id, "cancel") is None
+    assert bucket.note(file_id, "cancel", {"at": 1})
+    assert not bucket.note(file_id, "cancel", {"at": 2})
+    assert bucket.noted(file_id, "cancel") == {"at": 1}
 
 
 def test_the_first_value_of_a_key_stays_until_it_is_old(storage: Folder) -> None:
@@ -184,29 +184,29 @@ def test_a_lock_keeps_others_out_until_its_process_ends(storage: Folder) -> None
 
 
 def test_what_killed_processes_left_is_swept_once_it_is_old(storage: Folder) -> None:
-    file_id, shelf = put(storage, None), storage.files(None)
+    file_id, bucket = put(storage, None), storage.files(None)
     kept = storage.root / "open" / "files"
     for name in (".new-1", ".gone-1"):
         (kept / name).mkdir()
         (kept / name / "content").write_bytes(b"half")
     os.utime(kept / file_id, (0, 0))
-    assert shelf.sweep(3600) == 0
+    assert bucket.sweep(3600) == 0
     for name in (".new-1", ".gone-1"):
         os.utime(kept / name, (0, 0))
-    assert shelf.sweep(3600) == 2
+    assert bucket.sweep(3600) == 2
     assert os.listdir(kept) == [file_id]
 
 
 def test_a_record_that_cannot_be_replaced_stays(storage: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    file_id, shelf = put(storage, None), storage.files(None)
+    file_id, bucket = put(storage, None), storage.files(None)
 
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(OSError, match="No space"):
-        shelf.save(file_id, {"n": 2})
-    assert shelf.load(file_id) == {"n": 1}
+        bucket.save(file_id, {"n": 2})
+    assert bucket.load(file_id) == {"n": 1}
     assert sorted(os.listdir(storage.root / "open" / "files" / file_id)) == ["content", "record.json"]
 
 
@@ -223,8 +223,8 @@ def test_a_file_is_replaced_whole_and_leaves_no_temporary_file(tmp_path: Path) -
 def test_five_thousand_objects_are_listed_in_order(storage: Folder) -> None:
     begun = time.time()
     made = [new_id(FILE, begun + n / 1000) for n in range(5000)]
-    shelf = storage.files(None)
-    shelf.ensure()
+    bucket = storage.files(None)
+    bucket.ensure()
     for file_id in reversed(made):
-        (shelf.path / file_id).mkdir()
-    assert shelf.ids() == made
+        (bucket.path / file_id).mkdir()
+    assert bucket.ids() == made

@@ -110,8 +110,8 @@ def test_a_batch_of_an_unknown_file_is_not_found(client: TestClient, file: str) 
 def test_the_output_of_a_batch_is_no_input(client: TestClient) -> None:
     file_id, storage = upload(client).json()["id"], gateway(client).storage
     assert storage is not None
-    shelf = storage.files(None)
-    shelf.save(file_id, {**(shelf.load(file_id) or {}), "purpose": "batch_output"})
+    bucket = storage.files(None)
+    bucket.save(file_id, {**(bucket.load(file_id) or {}), "purpose": "batch_output"})
     assert begin(client, input_file_id=file_id).status_code == 400
 
 

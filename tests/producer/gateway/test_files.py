@@ -13,8 +13,8 @@ import pytest
 from openai.types import FileDeleted, FileObject
 from starlette.testclient import TestClient
 
-from producer.files.folder import FolderShelf
-from producer.files.library import delete_expired
+from producer.files.catalog import delete_expired
+from producer.files.folder import FolderBucket
 from producer.files.objects import file_record
 from producer.files.storage import FILE, new_id
 from producer.gateway.gateway import Gateway
@@ -186,14 +186,14 @@ def test_a_file_expires_when_it_said(client: TestClient, tmp_path: Path) -> None
     assert file["expires_at"] - file["created_at"] == 3600
     storage = gateway(client).storage
     assert storage is not None
-    shelf = storage.files(None)
-    shelf.save(file["id"], {**(shelf.load(file["id"]) or {}), "expires_at": int(time.time())})
+    bucket = storage.files(None)
+    bucket.save(file["id"], {**(bucket.load(file["id"]) or {}), "expires_at": int(time.time())})
     stays = upload(client).json()
     assert client.get(f"/v1/files/{file['id']}").status_code == 404
     assert [one["id"] for one in client.get("/v1/files").json()["data"]] == [stays["id"]]
-    assert shelf.ids() == [file["id"], stays["id"]]
+    assert bucket.ids() == [file["id"], stays["id"]]
     assert delete_expired(storage)["files"] == 1
-    assert shelf.ids() == [stays["id"]]
+    assert bucket.ids() == [stays["id"]]
 
 
 def test_files_never_expire_with_zero_days(tmp_path: Path) -> None:
@@ -229,18 +229,18 @@ def fill(client: TestClient, count: int) -> list[str]:
     """Store `count` small files without HTTP, oldest first; every third is the output of a batch."""
     storage = gateway(client).storage
     assert storage is not None
-    shelf, begun, made = storage.files(None), time.time() - count, []
-    assert isinstance(shelf, FolderShelf)
+    bucket, begun, made = storage.files(None), time.time() - count, []
+    assert isinstance(bucket, FolderBucket)
     for n in range(count):
         file_id, record = (
             new_id(FILE, begun + n),
             file_record("a", 0, "batch_output" if n % 3 == 0 else "batch", n, None),
         )
-        shelf.ensure()
-        folder = shelf.path / f".new-{n}"
+        bucket.ensure()
+        folder = bucket.path / f".new-{n}"
         folder.mkdir()
         (folder / "content").touch()
-        shelf.take_in(folder, file_id, record)
+        bucket.take_in(folder, file_id, record)
         made.append(file_id)
     return made
 

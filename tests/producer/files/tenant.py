@@ -1,4 +1,4 @@
-"""A storage with one tenant's batches, whose requests a worker without an engine answers."""
+"""One tenant of a storage: its files and batches, created and run without HTTP and without RQ."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from openai.types import Batch, FileObject
 
 from producer.files.batches import cancel_batch, create_batch, find_batch
+from producer.files.catalog import find_file
 from producer.files.folder import Folder
-from producer.files.library import find_file
 from producer.files.objects import file_object, file_record
 from producer.files.run import run_batch
 from producer.files.storage import FILE, new_id
@@ -30,17 +30,17 @@ def text_of(lines: Lines) -> bytes:
 
 
 @dataclass
-class Shop:
-    """The batches of one tenant."""
+class Tenant:
+    """A tenant with its files and batches."""
 
     folder: Path
     queue: Queue
-    tenant: str | None = "t"
+    name: str | None = "t"
     storage: Folder = field(init=False)
 
     def __post_init__(self) -> None:
         self.storage = Folder(self.folder)
-        self.files, self.batches = self.storage.files(self.tenant), self.storage.batches(self.tenant)
+        self.files, self.batches = self.storage.files(self.name), self.storage.batches(self.name)
 
     def upload(self, content: bytes, purpose: str = "batch") -> str:
         file_id = new_id(FILE)
@@ -53,7 +53,7 @@ class Shop:
         """Upload a file and create a batch of it; return the batch's id."""
         file_id = self.upload(lines if isinstance(lines, bytes) else text_of(lines))
         body = {"input_file_id": file_id, "endpoint": COMPLETIONS, "completion_window": window, **more}
-        made = create_batch(self.storage, self.tenant, body, root=self.queue.keys.root, ttl_s=None)
+        made = create_batch(self.storage, self.name, body, root=self.queue.keys.root, ttl_s=None)
         return str(Batch.model_validate(made, strict=True).id)
 
     def of(self, prompts: Iterable[str], window: str = "24h") -> str:
@@ -63,7 +63,7 @@ class Shop:
     def run(self, batch_id: str, makes_way: Callable[[float], bool] = lambda start_s: False) -> bool:
         """Run a batch on, as the clerk does."""
         with Client(self.queue.url, self.queue.keys.queue, block_ms=300) as client:
-            return run_batch(self.storage, self.tenant, batch_id, client=client, makes_way=makes_way)
+            return run_batch(self.storage, self.name, batch_id, client=client, makes_way=makes_way)
 
     def start(self, batch_id: str, makes_way: Callable[[float], bool] = lambda start_s: False) -> threading.Thread:
         thread = threading.Thread(target=self.run, args=(batch_id, makes_way))

@@ -6,20 +6,20 @@ import time
 from typing import Final
 
 from producer.files.objects import ENDED, file_object, page
-from producer.files.storage import FILE, Json, Shelf, Storage
+from producer.files.storage import FILE, Bucket, Json, Storage
 from tokenmill.openai.errors import ApiError
 
 LEFTOVER_S: Final = 86_400.0
 """Age from which on an unfinished upload, or an idempotency key, is deleted."""
 
 
-def find_file(shelf: Shelf, file_id: str) -> Json:
+def find_file(bucket: Bucket, file_id: str) -> Json:
     """Return the record of a file that has not expired.
 
     Raises:
         ApiError: 404.
     """
-    record = _alive(shelf, file_id)
+    record = _alive(bucket, file_id)
     if record is None:
         raise no_file()
     return record
@@ -30,32 +30,32 @@ def no_file() -> ApiError:
     return ApiError(404, "There is no file with this id.", code="not_found", param="id")
 
 
-def list_files(shelf: Shelf, *, limit: int, after: str | None, newest_first: bool, purpose: str | None) -> Json:
+def list_files(bucket: Bucket, *, limit: int, after: str | None, newest_first: bool, purpose: str | None) -> Json:
     """Return OpenAI's list of the files, of all purposes or of one; see `page`."""
 
     def view(file_id: str) -> Json | None:
-        record = _alive(shelf, file_id)
+        record = _alive(bucket, file_id)
         if record is None or purpose not in (None, record["purpose"]):
             return None
         return file_object(file_id, record)
 
-    return page(shelf, view, limit=limit, after=after, newest_first=newest_first, prefix=FILE)
+    return page(bucket, view, limit=limit, after=after, newest_first=newest_first, prefix=FILE)
 
 
-def delete_file(shelf: Shelf, file_id: str) -> Json:
+def delete_file(bucket: Bucket, file_id: str) -> Json:
     """Delete a file and return OpenAI's answer. Batches that were made from it keep its content.
 
     Raises:
         ApiError: 404.
     """
-    find_file(shelf, file_id)
-    if not shelf.delete(file_id):
+    find_file(bucket, file_id)
+    if not bucket.delete(file_id):
         raise no_file()
     return {"id": file_id, "object": "file", "deleted": True}
 
 
-def _alive(shelf: Shelf, file_id: str) -> Json | None:
-    record = shelf.load(file_id)
+def _alive(bucket: Bucket, file_id: str) -> Json | None:
+    record = bucket.load(file_id)
     if record is None or (record["expires_at"] is not None and record["expires_at"] <= time.time()):
         return None
     return record
