@@ -11,6 +11,7 @@ import pytest
 from producer import AsyncClient, CancelReply, FinalEvent, JobError, JobExists, QueueFull, StartEvent, Status
 from tests.support import eventually
 from tests.tokenmill.mini import MiniWorker, Queue
+from tokenmill.client.core import entry_of
 
 
 def run(queue: Queue, scene: Callable[[AsyncClient], Awaitable[None]]) -> None:
@@ -44,6 +45,8 @@ def test_cancel_delay_refusals_and_deadlines(queue: Queue) -> None:
         job = await client.submit("one", id="mine")
         with pytest.raises(JobExists):
             await client.submit("one", id="mine")
+        with pytest.raises(JobExists):
+            await client.submit_entry(entry_of({"prompt": "one"}, id="mine"), "low", timeout=5)
         assert await job.cancel() is CancelReply.DONE
         assert (await job.result(timeout=5)).status is Status.CANCELLED
         later = await client.submit("one", delay=60)

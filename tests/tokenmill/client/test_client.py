@@ -26,6 +26,7 @@ from producer import (
 from tests.steps import Steps
 from tests.support import RedisServer, eventually
 from tests.tokenmill.mini import MiniWorker, Queue
+from tokenmill.client.core import entry_of
 from tokenmill.protocol.job import Identity, JobEntry
 from tokenmill.protocol.keys import GROUP
 from tokenmill.protocol.replies import Ref, TokenBatch, TokenWrite
@@ -166,6 +167,19 @@ def test_an_infinite_time_out_waits_for_the_result(client: Client, worker: MiniW
     assert "".join(job.text(timeout=forever)) == "one two "
     assert job.result(timeout=forever).ok
     assert [result.ok for result in client.map(["a", "b"], timeout=forever)] == [True, True]
+
+
+def test_an_entry_that_was_built_before_is_submitted_as_it_is(client: Client, worker: MiniWorker) -> None:
+    entry = entry_of({"prompt": "one two", "max_tokens": 4}, id="built", tenant="t")
+    job = client.submit_entry(entry, "high", timeout=5)
+    assert (job.id, job.result(timeout=10).text) == ("built", "one two ")
+    with pytest.raises(JobExists):
+        client.submit_entry(entry)
+    assert client.submit_entry(entry_of({"prompt": "x"}), delay=60).status() == "delayed"
+    with pytest.raises(JobError, match="unknown key 'promt'"):
+        entry_of({"promt": "x"})
+    with pytest.raises(JobError, match="too_large"):
+        entry_of({"prompt": "x" * 100}, max_bytes=100)
 
 
 def test_an_id_is_used_once(client: Client) -> None:
