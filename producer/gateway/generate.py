@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -70,8 +70,10 @@ async def _generate(request: Request, url: str) -> Response:
     work = _Work(request, url, await read_json(request))
     try:
         async with gateway.inflight.watch(request.receive, timeout):
-            await work.place()
-            return await work.stream() if work.streaming.on else await work.whole()
+            while True:
+                await work.place()
+                with suppress(_Superseded):
+                    return await work.stream() if work.streaming.on else await work.whole()
     except Interrupted as interrupted:
         work.end(interrupted.end)
         match interrupted.end:
@@ -87,6 +89,10 @@ async def _generate(request: Request, url: str) -> Response:
     except BaseException:
         work.fail()
         raise
+
+
+class _Superseded(Exception):
+    """Another gateway cancelled the job before it had text, since its client went away: the next generation is due."""
 
 
 class _Work:
@@ -149,6 +155,8 @@ class _Work:
         except JobLost:
             raise _lost(self.job.id) from None
         self._ended(result)
+        if self._key is not None and _unanswered(result):
+            raise _Superseded
         if not result.ok:
             raise error_of(result)
         return JsonResponse(_ANSWERS[self._url](self.job.id, result, int(time.time())))
@@ -182,6 +190,8 @@ class _Work:
                 async for event in events:
                     parts = chunks.feed(event)
                     self._note(event)
+                    if isinstance(event, FinalEvent) and self._is_superseded(event, chunks):
+                        raise _Superseded
                     if parts:
                         yield b"".join(map(data_frame, parts))
         except TextRestarted:
@@ -196,6 +206,9 @@ class _Work:
         if chunks.error is not None:
             raise chunks.error
         yield DONE
+
+    def _is_superseded(self, final: FinalEvent, chunks: Chunks) -> bool:
+        return self._key is not None and not chunks.started and final.result is not None and _unanswered(final.result)
 
     def _note(self, event: Event) -> None:
         """Count the tokens of an event."""

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tests.producer.gateway.harness import HOST, GatewayProcess
+from tests.producer.gateway.harness import HOST, GatewayProcess, get
 
 CHAT = "/v1/chat/completions"
 JOBS = "/v1/jobs"
@@ -87,3 +87,9 @@ def texts_of(events: list[Sent]) -> str:
     chunks = [event.json for event in events if event.data != "[DONE]"]
     choices = [choice for chunk in chunks for choice in chunk.get("choices", ()) if choice["index"] == 0]
     return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+def metric(gateway: GatewayProcess, name: str) -> float:
+    """The value of a metric without labels."""
+    lines = get(f"{gateway.url}/metrics").body.decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"tokenmill_gateway_{name} "))

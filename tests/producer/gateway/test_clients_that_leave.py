@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.producer.gateway.harness import GatewayProcess, Stack, get, post, stack
-from tests.producer.gateway.streams import CHAT, JOBS, Call, chat
+from tests.producer.gateway.streams import CHAT, JOBS, Call, chat, metric
 from tests.support import RedisServer, eventually
 
 LONG = 240
@@ -49,12 +49,6 @@ def running(made: Stack, job_id: str) -> bool:
 
 def result_of(gateway: GatewayProcess, job_id: str) -> dict[str, Any]:
     return dict(get(f"{gateway.url}{JOBS}/{job_id}?wait=60").json["result"])
-
-
-def metric(gateway: GatewayProcess, name: str) -> float:
-    """The value of a metric without labels."""
-    lines = get(f"{gateway.url}/metrics").body.decode().splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith(f"tokenmill_gateway_{name} "))
 
 
 def check_cancelled(made: Stack, job_id: str, reason: str = "client disconnected") -> None:

@@ -13,7 +13,7 @@ from producer.gateway.gateway import Gateway
 from producer.gateway.submit import UNKNOWN
 from tests.producer.gateway.asgi import served
 from tests.producer.gateway.harness import Answer, GatewayProcess, Stack, get, post, stack
-from tests.producer.gateway.streams import CHAT, JOBS, Call, chat, texts_of
+from tests.producer.gateway.streams import CHAT, JOBS, Call, chat, metric, texts_of
 from tests.support import RedisServer, eventually
 from tests.tokenmill.mini import Queue
 from tokenmill.client.patience import WaitTimeout
@@ -186,6 +186,27 @@ def test_a_client_that_comes_back_at_once_is_not_answered_with_the_cancel_of_its
     last = Call(gateway, CHAT, body, idempotency_key=key)
     assert last.status == 200
     assert list(last.events())[-1].data == "[DONE]"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_that_another_gateway_cancels_for_its_own_client_gets_a_new_job(
+    slow: Stack, key: str, stream: bool
+) -> None:
+    gateway, other, body = slow.first_gateway, slow.gateway(), chat("moved", 20, stream=stream)
+    slow.queue.redis.hset(slow.queue.keys.meta, "paused", "1")
+    first = Call(gateway, CHAT, body, idempotency_key=key)
+    eventually(lambda: slow.queue.redis.zcard(slow.queue.keys.open) == 1)
+    second = Call(other, CHAT, body, idempotency_key=key)
+    eventually(lambda: metric(other, "requests_in_flight") == 1)
+    ids: Any = slow.queue.redis.zrange(slow.queue.keys.open, 0, -1)
+    job_id = ids[0].decode()
+    first.close()
+    eventually(lambda: slow.queue.redis.exists(slow.queue.keys.result(job_id)))
+    slow.queue.redis.hdel(slow.queue.keys.meta, "paused")
+    assert second.status == 200
+    assert str(second.header("x-request-id")).endswith(".g2")
+    assert b"length" in second.response.read()
+    other.kill()
 
 
 def test_a_request_that_timed_out_gets_a_new_job_under_the_same_key(slow: Stack, key: str) -> None:
