@@ -16,6 +16,8 @@ FIRST_COUNT = 4
 """Maximum number of entries of the first read of a job's events; further reads have up to twice as many each."""
 READ_BYTES = 64 << 10
 """Size of the entries of one read that is aimed at: they wait in memory for a reader that takes them slowly."""
+ENTRY_BYTES = 600
+"""Memory of an entry beside its values: the objects that redis-py makes."""
 
 
 class TextRestarted(TokenmillError):
@@ -70,8 +72,8 @@ def stream_steps(
 
 def _next_limit(limit: int, read: Sequence[Mapping[bytes, bytes]]) -> int:
     """Return how many entries to read after `read`, whose limit was `limit`, so that a read has about `READ_BYTES`."""
-    size = sum(len(value) for fields in read for value in fields.values())
-    return max(1, min(2 * limit, READ_COUNT, READ_BYTES * len(read) // max(1, size)))
+    size = ENTRY_BYTES * len(read) + sum(len(value) for fields in read for value in fields.values())
+    return max(1, min(2 * limit, READ_COUNT, READ_BYTES * len(read) // size))
 
 
 def check_event_id(text: str, name: str = "from_id") -> str:
