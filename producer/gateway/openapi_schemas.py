@@ -6,6 +6,8 @@ from typing import Any, Final
 
 from tokenmill.openai.request import URLS
 from tokenmill.protocol.body import Body
+from tokenmill.protocol.replies import CancelReply
+from tokenmill.protocol.state import JobStatus
 
 Json = dict[str, Any]
 
@@ -198,8 +200,8 @@ _ANSWERS: Json = {
     ),
     "Embeddings": _answer({"object": {"const": "list"}, "data": _LIST, "model": _TEXT_OR_NULL, "usage": {}}),
     "JobAccepted": _answer({"id": _TEXT, "status": {"const": "queued"}}),
-    "Job": _answer({"id": _TEXT, "status": _TEXT, "result": {"type": ["object", "null"]}}),
-    "JobCancelled": _answer({"id": _TEXT, "status": _TEXT}),
+    "Job": _answer({"id": _TEXT, "status": {"enum": [*JobStatus]}, "result": {"type": ["object", "null"]}}),
+    "JobCancelled": _answer({"id": _TEXT, "status": {"enum": [*CancelReply]}}),
     "File": _answer(
         {
             "id": _TEXT,
