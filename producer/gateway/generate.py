@@ -6,6 +6,7 @@ The client's connection is the job's reason to run: a client that goes away, or 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Mapping
 from contextlib import aclosing, suppress
@@ -107,6 +108,8 @@ class _Work:
         self._request, self._url = request, url
         self.streaming = Streaming(False, False) if url == EMBEDDINGS else streaming(body)
         self._body = translate(url, body, stream=True)
+        if url != EMBEDDINGS:  # a worker that starts the job again then draws the same text
+            self._body.setdefault("seed", secrets.randbits(63))
         ttl = None if self.streaming.on else self.gateway.settings.request_timeout + TTL_MARGIN_S
         self.entry = entry_for(self.gateway, request, self._body, ttl=ttl, tenant=self.caller.tenant)
         self._key = idempotency_key(request, self.caller, body)

@@ -3,7 +3,7 @@
 `FAKE_STEP`: seconds a step takes; `FAKE_LENGTH`: maximum number of tokens of a sequence; `FAKE_HANG`: the step at which
 the engine hangs; `FAKE_KILL`: a prompt whose tenth token kills the process; `FAKE_KILL_READER`: a prompt that kills the
 process when it is tokenised; `FAKE_SHIFT`: a number that is added to each token, so that the text differs from that of
-other processes.
+other processes; `FAKE_DRAW`: a temperature above 0 makes the text depend on the seed, as a real engine's does.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def load(settings: Any) -> Loaded:
     step = float(os.environ.get("FAKE_STEP", "0"))
     engine = Faulty(max_num_seqs=slots, capacity=length, step_seconds=step)
     engine.shift = int(os.environ.get("FAKE_SHIFT", "0"))
+    engine.draws = "FAKE_DRAW" in os.environ
     model = FakeModel(tokenizer=DeadlyTokenizer(), max_model_len=length)
     return Loaded(engine, model, Translator(settings, engine, model, Refusal))
 

@@ -124,6 +124,8 @@ class FakeEngine:
         self.step_seconds = step_seconds
         self.shift = 0
         """Added to each token, so that the text differs from that of another engine."""
+        self.draws = False
+        """Whether the tokens of a request depend on its noise, unless its temperature is 0."""
         self.steps = 0
         self.computed: list[str] = []
         """The request id of every token that was computed, in order."""
@@ -234,9 +236,10 @@ class FakeEngine:
     def _advance(self, live: _Live) -> list[Delta]:
         request = live.request
         self.computed.append(request.id)
+        noise = request.noise_seed if self.draws and request.params.temperature > 0 else 0
         out = []
         for index, tokens in enumerate(live.tokens):
-            value = (sum(request.prompt) + index + len(tokens) + self.shift) % 97
+            value = (sum(request.prompt) + index + len(tokens) + self.shift + noise) % 97
             tokens.append(value)
             out.append(Delta(request.id, index, f"{value} ", (value,), logprobs_of(request, [value])))
         return out
@@ -255,7 +258,7 @@ class FakeEngine:
         choices = tuple(
             ChoiceResult(
                 i,
-                text_of(request.prompt, i, len(t)),
+                "".join(f"{value} " for value in t),
                 reason,
                 None,
                 tuple(t),

@@ -35,6 +35,33 @@ def test_a_stream_goes_on_seamlessly_on_another_worker_when_its_own_is_killed(ow
     assert texts_of(events) == expected(gateway, "same")
 
 
+@pytest.mark.parametrize("seed", [{}, {"seed": None}, {"seed": 7}], ids=["none", "null", "given"])
+def test_a_sampled_stream_goes_on_with_the_same_text_on_another_worker(own_stack: Stack, seed: dict[str, Any]) -> None:
+    gateway, first = own_stack.gateway(), own_stack.worker(FAKE_STEP=STEP, FAKE_DRAW="1")
+    call = Call(gateway, CHAT, chat("drawn", TOKENS, n=2, temperature=1, stream=True, **seed))
+    stream = call.events()
+    events = [next(stream) for _ in range(8)]
+    first.kill()
+    own_stack.worker(FAKE_STEP="0.005", FAKE_DRAW="1")
+    events += stream
+    assert events[-1].data == "[DONE]"
+    job = get(f"{gateway.url}{JOBS}/{call.header('x-request-id')}").json
+    assert job["result"]["attempt"] == 2
+    assert texts_of(events) == job["result"]["choices"][0]["text"]
+
+
+def test_sampled_requests_without_a_seed_differ(own_stack: Stack) -> None:
+    gateway = own_stack.gateway()
+    own_stack.worker(FAKE_DRAW="1")
+
+    def answers(**params: Any) -> set[str]:
+        made = [post(f"{gateway.url}{CHAT}", chat("equal", **params)).json for _ in range(8)]
+        return {one["choices"][0]["message"]["content"] for one in made}
+
+    assert len(answers(temperature=1)) > 1
+    assert len(answers(temperature=1, seed=5)) == len(answers(temperature=0)) == 1
+
+
 def test_a_stream_ends_with_an_error_where_the_text_of_another_worker_differs(own_stack: Stack) -> None:
     gateway, first = own_stack.gateway(), own_stack.worker(FAKE_STEP=STEP)
     call = Call(gateway, CHAT, chat("other", TOKENS, stream=True))
