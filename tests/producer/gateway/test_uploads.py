@@ -76,9 +76,9 @@ def test_an_upload_whose_gateway_is_killed_is_no_file(store: Stack) -> None:
     killed = store.gateway()
     with client_of(killed) as client:
         before = [file.id for file in client.files.list()]
-    begin(killed, b"x" * MIB)
-    eventually(lambda: drafts(store))
-    killed.kill()
+    with begin(killed, b"x" * MIB):
+        eventually(lambda: drafts(store))
+        killed.kill()
     with client_of(store.gateway()) as client:
         assert [file.id for file in client.files.list()] == before
 
