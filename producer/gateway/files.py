@@ -24,7 +24,7 @@ from producer.gateway.upload import FORM_BYTES, Upload
 from tokenmill.openai.errors import ApiError
 
 MAX_LIST: Final = 10_000
-_READ_BYTES: Final = 256 << 10
+_READ_BYTES: Final = 64 << 10
 
 
 async def create_file(request: Request) -> Response:

@@ -34,6 +34,19 @@ def test_every_request_gets_one_line_and_failed_ones_go_to_the_error_file(
     assert max(one.in_flight for one in told) <= 8
 
 
+@pytest.mark.parametrize("refused", [range(3), range(2, 3)], ids=["all", "last"])
+def test_the_last_progress_counts_requests_that_were_not_submitted(
+    tmp_path: Path, client: Client, worker: MiniWorker, refused: range
+) -> None:
+    lines = requests(3)
+    for n in refused:
+        lines[n]["body"]["echo"] = True
+    told: list[Progress] = []
+    report = Files(tmp_path, lines).run(client, progress=told.append)
+    assert report == BatchReport(3, 3 - len(refused), len(refused))
+    assert (told[-1].total, told[-1].succeeded, told[-1].failed) == (3, 3 - len(refused), len(refused))
+
+
 def test_a_second_run_changes_nothing_and_submits_nothing(tmp_path: Path, client: Client, worker: MiniWorker) -> None:
     files = Files(tmp_path, requests(5))
     first = files.run(client)
