@@ -1,8 +1,8 @@
 """HTTP/1.1 connections of the gateway: uvicorn's, with limits that uvicorn lacks.
 
 A connection is closed if the headers of a request take longer than --header-timeout, if the client takes nothing of an
-answer for `STALL_SECONDS`, or if there are too many connections. Faulty requests get OpenAI's errors. A client that goes
-away is noticed at once, even if bytes that nothing reads yet lie before the end of its connection.
+answer for `STALL_SECONDS`, or if there are too many connections. Faulty requests get OpenAI's errors. A client that
+goes away is noticed at once, even if bytes that nothing reads yet lie before the end of its connection.
 """
 
 from __future__ import annotations
