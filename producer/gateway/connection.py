@@ -1,13 +1,15 @@
 """HTTP/1.1 connections of the gateway: uvicorn's, with limits that uvicorn lacks.
 
 A connection is closed if the headers of a request take longer than --header-timeout, if the client takes nothing of an
-answer for `STALL_SECONDS`, or if there are too many connections. Faulty requests get OpenAI's errors.
+answer for `STALL_SECONDS`, or if there are too many connections. Faulty requests get OpenAI's errors. A client that
+goes away is noticed at once, even if bytes that nothing reads yet lie before the end of its connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import socket
 import sys
 from typing import Any, ClassVar, Final, cast
@@ -28,6 +30,9 @@ STALL_SECONDS: Final = 300
 """How long a client may take nothing of an answer."""
 KEEP_ALIVE_SECONDS: Final = 65
 """How long a connection may be idle after a request; longer than proxies keep theirs."""
+END_SECONDS: Final = 0.25
+"""How often a connection that is not read is checked for its end: a further request waits behind the present one, or
+the body comes faster than it is taken."""
 WARN_SECONDS: Final = 60
 """Minimum time between two warnings of too many connections."""
 _PROBES: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": STALL_SECONDS * 1000}
@@ -59,6 +64,7 @@ class Connection(H11Protocol):
         self._header_timeout, self._max_connections = header_timeout, max_connections
         self._header_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._end_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -79,9 +85,19 @@ class Connection(H11Protocol):
         if not self._idle:
             self._stop("_header_timer")
 
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.flow.read_paused and self._end_timer is None:
+            self._end_timer = self.loop.call_later(END_SECONDS, self._look_for_end)
+
+    def eof_received(self) -> None:
+        if not self._idle:  # asyncio closes the connection only when the client has taken what was sent
+            self._end_cycle()
+            self.flow.resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop("_header_timer")
-        self._stop("_stall_timer")
+        for timer in ("_header_timer", "_stall_timer", "_end_timer"):
+            self._stop(timer)
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
@@ -108,8 +124,7 @@ class Connection(H11Protocol):
         else:
             error = ApiError(400, "The request is not valid HTTP.")
         if not self._idle:  # a faulty body, or a faulty request behind another
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+            self._end_cycle()
         with contextlib.suppress(h11.LocalProtocolError):
             for event in _answer(error):
                 self.transport.write(self.conn.send(event) or b"")
@@ -137,6 +152,21 @@ class Connection(H11Protocol):
         log.debug("headers_too_slow")
         self.transport.abort()
 
+    def _end_cycle(self) -> None:
+        """Let the present request know that its client is gone."""
+        self.cycle.disconnected = True
+        self.cycle.message_event.set()
+
+    def _look_for_end(self) -> None:
+        """End the connection if its client has closed it, as long as it is not read."""
+        self._end_timer = None
+        if not self.flow.read_paused:
+            return
+        if _closed_by_peer(self.transport.get_extra_info("socket")):
+            self.transport.abort()
+        else:
+            self._end_timer = self.loop.call_later(END_SECONDS, self._look_for_end)
+
     def _stop(self, name: str) -> None:
         timer: asyncio.TimerHandle | None = getattr(self, name)
         if timer is not None:
@@ -148,6 +178,13 @@ def _answer(error: ApiError) -> list[h11.Event]:
     body = orjson.dumps(error.body())
     headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
     return [h11.Response(status_code=error.status, headers=headers), h11.Data(data=body), h11.EndOfMessage()]
+
+
+def _closed_by_peer(sock: socket.socket) -> bool:
+    """Return whether the other end has closed a connection, whose last bytes may not have been read."""
+    poll = select.poll()
+    poll.register(sock.fileno(), getattr(select, "POLLRDHUP", 0))  # POLLHUP and POLLERR are always reported
+    return bool(poll.poll(0))
 
 
 def _watch_peer(sock: socket.socket) -> None:

@@ -15,7 +15,7 @@ from producer.gateway.gateway import redis_away
 from tokenmill.openai.errors import ApiError, error_of_job_error
 from tokenmill.protocol.calls import EnqueueRefused, JobExists, QueueFull, QuotaExceeded
 from tokenmill.protocol.errors import JobError
-from tokenmill.protocol.faults import transient
+from tokenmill.protocol.faults import refused, transient
 
 log = structlog.get_logger()
 
@@ -40,6 +40,9 @@ def api_error(error: BaseException) -> ApiError | None:
             return ApiError(503, str(error), code="queue_full", retry_after=FULL_SECONDS)
         case HTTPException():
             return _of_status(error)
+        case RedisError() if refused(error):  # the operator must act; a retry works afterwards
+            log.error("redis_refuses", message=str(error))
+            return redis_away()
         case RedisError() if transient(error):
             return redis_away()
         case TimeoutError():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.producer.gateway.harness import GatewayProcess, Stack, get, post, stack
+from tests.producer.gateway.harness import HOST, GatewayProcess, Stack, get, post, stack
 from tests.producer.gateway.streams import CHAT, JOBS, Call, chat, metric
 from tests.support import RedisServer, eventually
 
@@ -75,6 +77,26 @@ def test_a_client_that_goes_away_before_the_answer_cancels_its_job(slow: Stack) 
     eventually(lambda: running(slow, job_id))
     call.close()
     check_cancelled(slow, job_id)
+
+
+@pytest.mark.parametrize("half", [True, False], ids=["half closed", "closed"])
+@pytest.mark.parametrize("behind", [b"\r\n", b"GET /heal", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_a_client_that_goes_away_cancels_its_job_even_if_it_sent_bytes_that_nothing_reads(
+    slow: Stack, behind: bytes, half: bool
+) -> None:
+    gateway, body = slow.first_gateway, json.dumps(chat(max_tokens=LONG)).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.create_connection((HOST, gateway.port)) as sock:
+        sock.sendall(head.encode() + b"\r\n\r\n" + body)
+        job_id = only_job(slow)
+        eventually(lambda: running(slow, job_id))
+        sock.sendall(behind)
+        if half:
+            sock.shutdown(socket.SHUT_WR)
+        else:
+            sock.close()
+        check_cancelled(slow, job_id)
+        eventually(lambda: metric(gateway, "requests_in_flight") == 0)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -123,6 +123,25 @@ def test_every_request_gets_503_while_redis_does_not_answer(
     own_redis.process.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.parametrize("command", ["evalsha", "hgetall", "get"])
+def test_a_redis_that_denies_a_command_gives_503_and_an_error_in_the_log(own_stack: Stack, command: str) -> None:
+    gateway = own_stack.gateway()
+    own_stack.queue.redis.execute_command("ACL", "SETUSER", "default", f"-{command}")
+    answers = [
+        post(f"{gateway.url}{JOBS}", {"body": {"prompt": "Hi"}}),
+        get(f"{gateway.url}{JOBS}/x"),
+        get(f"{gateway.url}/v1/models"),
+    ]
+    own_stack.queue.redis.execute_command("ACL", "SETUSER", "default", f"+{command}")
+    refused = [answer for answer in answers if answer.status >= 400 and answer.json["error"]["code"] != "not_found"]
+    assert refused
+    for answer in refused:
+        assert (answer.status, answer.json["error"]["code"]) == (503, "redis_unavailable")
+        assert "retry-after" in answer.headers
+    assert "redis_refuses" in gateway.log
+    assert "Traceback" not in gateway.log
+
+
 def test_a_drain_lets_streams_and_waits_end_by_themselves(own_stack: Stack) -> None:
     gateway = own_stack.gateway(drain_seconds="30")
     own_stack.worker(FAKE_STEP=STEP)

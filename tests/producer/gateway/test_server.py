@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,18 @@ def test_a_client_that_reads_nothing_does_not_make_the_gateway_grow(served: Serv
         time.sleep(2)
         assert served.lives()
         assert rss() - before < 32 * 1024
+
+
+def test_a_client_that_ends_its_side_and_reads_nothing_is_noticed(served: Served) -> None:
+    def gone() -> int:
+        return sum(1 for line in served.events("request") if line["route"] == "/flood" and not line["complete"])
+
+    before = gone()
+    with served.connect() as sock:
+        sock.sendall(b"GET /flood HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert sock.recv(1)
+        sock.shutdown(socket.SHUT_WR)
+        eventually(lambda: gone() > before, GENEROUS_S)
 
 
 def test_a_client_that_takes_nothing_of_its_answer_is_disconnected(serving: Any) -> None:
