@@ -99,6 +99,7 @@ class _Run:
         except BatchStopped:
             self._stop.set()
         self._writer.close()
+        self._report_progress()
         report = self._files.report
         if not report.complete and not self._stop.is_set():
             raise BatchError(f"{report.total - report.done} requests have no line. Run the file again to continue.")

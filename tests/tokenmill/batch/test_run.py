@@ -34,6 +34,15 @@ def test_every_request_gets_one_line_and_failed_ones_go_to_the_error_file(
     assert max(one.in_flight for one in told) <= 8
 
 
+def test_the_progress_counts_refused_requests_up_to_the_last(tmp_path: Path, client: Client) -> None:
+    lines = requests(3)
+    for line in lines:
+        line["body"]["echo"] = True
+    told: list[Progress] = []
+    assert Files(tmp_path, lines).run(client, progress=told.append) == BatchReport(3, 0, 3)
+    assert (told[-1].done, told[-1].failed) == (3, 3)
+
+
 def test_a_second_run_changes_nothing_and_submits_nothing(tmp_path: Path, client: Client, worker: MiniWorker) -> None:
     files = Files(tmp_path, requests(5))
     first = files.run(client)
