@@ -109,6 +109,7 @@ class _Run:
     def go(self) -> bool:
         """Run the batch on; return False if it made way."""
         try:
+            self._refuse_gzip()
             with self._watch():
                 outcome = self._record["outcome"] or self._due() or self._work()
                 if outcome is not None:
@@ -157,12 +158,15 @@ class _Run:
 
     # ── the work ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _work(self) -> str | None:
-        """Run the requests; return how the batch must end now, or None if the run made way."""
+    def _refuse_gzip(self) -> None:
+        """Raise `BatchInvalid` for a compressed input, which could unpack to any size."""
         with self._input.open("rb") as file:
-            if file.read(2) == _GZIP:  # it could unpack to any size
+            if file.read(2) == _GZIP:
                 message = "the file is compressed; upload it as plain JSONL"
                 raise batch.BatchInvalid([batch.Fault(None, "invalid_file", message)], 1)
+
+    def _work(self) -> str | None:
+        """Run the requests; return how the batch must end now, or None if the run made way."""
         report = None
         with suppress(batch.BatchStopped):
             report = batch.run(

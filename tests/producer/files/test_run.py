@@ -73,6 +73,14 @@ def test_no_file_is_made_of_no_line(tenant: Tenant, worker: MiniWorker) -> None:
     assert [*tenant.lines(batch.error_file_id)] == ["0"]
 
 
+def test_the_counts_are_whole_where_every_request_is_refused_at_once(tenant: Tenant, queue: Queue) -> None:
+    batch_id = tenant.create(request(str(n), echo=True) for n in range(3))
+    assert tenant.run(batch_id)
+    assert tenant.batch(batch_id).status == "completed"
+    assert len(tenant.check_whole(batch_id, numbers(3))[1]) == 3
+    assert queue.depth() == 0
+
+
 def test_the_requests_are_of_the_tenant_and_in_the_lowest_lane(tenant: Tenant, queue: Queue) -> None:
     batch_id = tenant.of(["one"])
     thread = tenant.start(batch_id, lambda start_s: bool(queue.depth()))
@@ -113,8 +121,11 @@ def test_a_faulty_file_fails_its_batch_and_submits_nothing(
     assert not [*tenant.storage.open_batches()]
 
 
-def test_a_compressed_file_fails_its_batch_without_being_unpacked(tenant: Tenant) -> None:
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_compressed_file_fails_its_batch_without_being_unpacked(tenant: Tenant, cancelled: bool) -> None:
     batch_id = tenant.create(gzip.compress(json.dumps(request("a")).encode()))
+    if cancelled:
+        tenant.cancel(batch_id)
     assert tenant.run(batch_id)
     batch = tenant.batch(batch_id)
     assert batch.errors is not None
