@@ -168,12 +168,10 @@ class Chaos:
 
     def run(self, timeout: float = 600) -> None:
         """Run the batch amid kills, then check its files."""
-        file = self.post("files", multipart(self.input()), content_type=f"multipart/form-data; boundary={BOUNDARY}")
-        given = {"input_file_id": file.json["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-        batch = self.post("batches", given, idempotency_key=f"batch-{self.seed}").json
         striker = threading.Thread(target=self.strike)
         striker.start()
         try:
+            batch = self.create()
             deadline, counts = time.monotonic() + timeout, 0
             while batch["status"] not in ENDED:
                 assert time.monotonic() < deadline, f"{batch}\n{self.clerk.log[-3000:]}"
@@ -188,6 +186,14 @@ class Chaos:
         if self.failures:
             raise self.failures[0]
         self.check(self.get(f"batches/{batch['id']}").json)
+
+    def create(self) -> dict[str, Any]:
+        """Upload the file and create the batch; a request whose answer was lost is repeated."""
+        file = self.post("files", multipart(self.input()), content_type=f"multipart/form-data; boundary={BOUNDARY}")
+        given = {"input_file_id": file.json["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = self.post("batches", given, idempotency_key=f"batch-{self.seed}").json
+        assert [one["id"] for one in self.get("batches").json["data"]] == [batch["id"]]
+        return dict(batch)
 
     def input(self) -> bytes:
         """The file of the batch."""
