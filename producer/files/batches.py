@@ -72,7 +72,7 @@ def find_batch(bucket: Bucket, batch_id: str) -> Json:
     """
     found = _view(bucket, batch_id)
     if found is None:
-        raise ApiError(404, "There is no batch with this id.", code="not_found", param="id")
+        raise ApiError(404, "There is no batch with this id.", param="id")
     return found
 
 

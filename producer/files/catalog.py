@@ -27,7 +27,7 @@ def find_file(bucket: Bucket, file_id: str) -> Json:
 
 def no_file() -> ApiError:
     """Return the error for an id without a file, which may be any text."""
-    return ApiError(404, "There is no file with this id.", code="not_found", param="id")
+    return ApiError(404, "There is no file with this id.", param="id")
 
 
 def list_files(bucket: Bucket, *, limit: int, after: str | None, newest_first: bool, purpose: str | None) -> Json:

@@ -54,9 +54,8 @@ def _of_status(error: HTTPException) -> ApiError:
     """Return OpenAI's form of an error that Starlette raises: unknown path, wrong method, faulty form."""
     status = HTTPStatus(error.status_code)
     messages = {404: "Unknown path.", 405: "This path does not take this method."}
-    codes = {404: "not_found", 405: "method_not_allowed"}
     detail = error.detail if error.detail != status.phrase else f"{status.phrase}."
-    return ApiError(error.status_code, messages.get(status, detail), code=codes.get(status))
+    return ApiError(error.status_code, messages.get(status, detail))
 
 
 def internal_error() -> ApiError:

@@ -48,7 +48,7 @@ def idempotency_key(request: Request, caller: Caller, body: Mapping[str, Any]) -
     if key is None:
         return None
     if not key.strip() or len(key) > LONGEST:
-        raise ApiError(400, f"{HEADER} must have 1 to {LONGEST} characters.", code="invalid_request")
+        raise ApiError(400, f"{HEADER} must have 1 to {LONGEST} characters.")
     canonical = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
     what = f"{request.method} {request.url.path}\n".encode() + canonical
     return IdempotencyKey(_hash(orjson.dumps([caller.tenant, key])), _hash(what))

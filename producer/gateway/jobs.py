@@ -135,7 +135,7 @@ def _lane(caller: Caller, priority: str | None) -> str:
 
 
 def _wrong(name: str, what: str) -> ApiError:
-    return ApiError(400, f"{name}: {what}", code="invalid_request", param=name)
+    return ApiError(400, f"{name}: {what}", param=name)
 
 
 # ── the job afterwards ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -191,7 +191,7 @@ async def events(request: Request) -> Response:
     try:
         check_event_id(last, LAST_EVENT)
     except ValueError as error:
-        raise ApiError(400, str(error), code="invalid_request", param="last_event_id") from None
+        raise ApiError(400, str(error), param="last_event_id") from None
     job, found = await _find(request)
     if found.status.ended and _after_final(last):
         return Response(status_code=204)  # the one answer after which an EventSource does not connect again

@@ -37,7 +37,7 @@ async def read_json(request: Request) -> Json:
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise ApiError(400, "The request needs the header `Content-Type: application/json`.", code="invalid_request")
+        raise ApiError(400, "The request needs the header `Content-Type: application/json`.")
     try:
         data = orjson.loads(await request.body())
     except orjson.JSONDecodeError as error:

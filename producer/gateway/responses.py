@@ -31,4 +31,4 @@ def shutting_down() -> ApiError:
 
 def job_not_found(job_id: str) -> ApiError:
     """Return the error of a job that is unknown, or belongs to another tenant."""
-    return ApiError(404, f"Job {job_id} is unknown, or its result has expired.", code="not_found")
+    return ApiError(404, f"Job {job_id} is unknown, or its result has expired.")

@@ -26,6 +26,8 @@ _HTTP = {
     ErrorCode.MODEL_MISMATCH: 404,
 }
 """HTTP status codes of errors of the request itself; every other error is 500."""
+_DEFAULTS = {400: "invalid_request", 404: "not_found", 405: "method_not_allowed"}
+"""HTTP status code → the code of an error that says nothing more."""
 _OPENAI = {ErrorCode.PROMPT_TOO_LONG: "context_length_exceeded", ErrorCode.MODEL_MISMATCH: "model_not_found"}
 """OpenAI's codes for errors that have another name there."""
 _PARAM = re.compile(r"(?!body:)([a-z_]+)[.:]|unknown key '([^']+)'")
@@ -38,7 +40,7 @@ class ApiError(TokenmillError):
     Args:
         status: HTTP status code.
         message: for the sender of the request.
-        code: OpenAI's machine-readable code, such as `model_not_found`.
+        code: OpenAI's machine-readable code, such as `model_not_found`; by default that of the status code.
         param: the wrong key of the request.
         retry_after: seconds after which the same request may succeed; sent as `Retry-After`, rounded up.
         retry: False tells clients not to repeat the request, where the status code alone would make them.
@@ -54,7 +56,8 @@ class ApiError(TokenmillError):
         retry_after: float | None = None,
         retry: bool = True,
     ) -> None:
-        self.status, self.message, self.code, self.param = status, message, code, param
+        self.status, self.message, self.param = status, message, param
+        self.code = _DEFAULTS.get(status) if code is None else code
         self.retry_after, self.retry = retry_after, retry
         super().__init__(message)
 
