@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Final
 
@@ -71,10 +71,8 @@ async def _generate(request: Request, url: str) -> Response:
     work = _Work(request, url, await read_json(request))
     try:
         async with gateway.inflight.watch(request.receive, timeout):
-            while True:
-                await work.place()
-                with suppress(_Superseded):
-                    return await work.stream() if work.streaming.on else await work.whole()
+            await work.place()
+            return await work.stream() if work.streaming.on else await work.whole()
     except Interrupted as interrupted:
         work.end(interrupted.end)
         match interrupted.end:
@@ -92,10 +90,6 @@ async def _generate(request: Request, url: str) -> Response:
         raise
 
 
-class _Superseded(Exception):
-    """Another gateway cancelled the job before it had text, since its client went away: the next generation is due."""
-
-
 class _Work:
     """One request, and its job.
 
@@ -107,14 +101,11 @@ class _Work:
         self.gateway, self.caller = gateway_of(request), caller_of(request)
         self._request, self._url = request, url
         self.streaming = Streaming(False, False) if url == EMBEDDINGS else streaming(body)
-        self._body = translate(url, body, stream=True)
-        if url != EMBEDDINGS:  # a worker that starts the job again then draws the same text
-            self._body.setdefault("seed", secrets.randbits(63))
+        self._body, self._key = translate(url, body, stream=True), idempotency_key(request, self.caller, body)
+        if url != EMBEDDINGS:  # a worker that starts the job again, or its next generation, then draws the same text
+            self._body.setdefault("seed", secrets.randbits(63) if self._key is None else int(self._key.id[:15], 16))
         ttl = None if self.streaming.on else self.gateway.settings.request_timeout + TTL_MARGIN_S
         self.entry = entry_for(self.gateway, request, self._body, ttl=ttl, tenant=self.caller.tenant)
-        self._key = idempotency_key(request, self.caller, body)
-        self._model = ""
-        """The name of the model in the chunks of a stream."""
         self._claim: Claim | None = None
         self._job: AsyncJob | None = None
         self._charge: Charge | None = None
@@ -128,9 +119,7 @@ class _Work:
         """Submit the job, or join the job of an earlier request with the same Idempotency-Key."""
         gateway, key = self.gateway, self._key
         gateway.require_redis()
-        asked = self._body.get("model")
-        await gateway.workers.require(asked)
-        self._model = asked or next(iter(await gateway.workers.models()), "")
+        await gateway.workers.require(self._body.get("model"))
         self._claim = await gateway.inflight.claim(self.entry.id if key is None else key.id)
         first = await first_use(gateway, key, self.entry.id if key is None else key.id)
         if key is not None:
@@ -153,13 +142,15 @@ class _Work:
 
     async def whole(self) -> Response:
         """Wait for the result; return the answer."""
-        try:
-            result = await self.job.result()
-        except JobLost:
-            raise _lost(self.job.id) from None
-        self._ended(result)
-        if self._key is not None and _unanswered(result):
-            raise _Superseded
+        while True:
+            try:
+                result = await self.job.result()
+            except JobLost:
+                raise _lost(self.job.id) from None
+            self._ended(result)
+            if not self._is_superseded(result):
+                break
+            await self.place()
         if not result.ok:
             raise error_of(result)
         return JsonResponse(_ANSWERS[self._url](self.job.id, result, int(time.time())))
@@ -184,19 +175,22 @@ class _Work:
         chunks = Chunks(
             self._url,
             self.job.id,
-            model=self._model,
+            model=self._body.get("model", ""),
             include_usage=self.streaming.include_usage,
             created=int(time.time()),
         )
         try:
-            async with aclosing(self.job.stream()) as events:
-                async for event in events:
-                    parts = chunks.feed(event)
-                    self._note(event)
-                    if isinstance(event, FinalEvent) and self._is_superseded(event, chunks):
-                        raise _Superseded
-                    if parts:
-                        yield b"".join(map(data_frame, parts))
+            while not chunks.done:
+                async with aclosing(self.job.stream()) as events:
+                    async for event in events:
+                        self._note(event)
+                        if isinstance(event, FinalEvent) and self._is_superseded(event.result):
+                            await self.place()  # the next job repeats the text that was sent
+                            break
+                        if isinstance(event, StartEvent) and "model" not in self._body:
+                            chunks.model = await self.gateway.workers.model_of(event.worker)
+                        if parts := chunks.feed(event):
+                            yield b"".join(map(data_frame, parts))
         except TextRestarted:
             self.abandon(RESTARTED)
             message = "A worker was lost and another restarted the job, with another text. The job is cancelled."
@@ -210,8 +204,9 @@ class _Work:
             raise chunks.error
         yield DONE
 
-    def _is_superseded(self, final: FinalEvent, chunks: Chunks) -> bool:
-        return self._key is not None and not chunks.started and final.result is not None and _unanswered(final.result)
+    def _is_superseded(self, result: Result | None) -> bool:
+        """Return whether another gateway cancelled the job of a repeated request since its own client went away."""
+        return self._key is not None and result is not None and _unanswered(result)
 
     def _note(self, event: Event) -> None:
         """Count the tokens of an event."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Final
+
+from redis.exceptions import RedisError
 
 from tokenmill.client.aio import AsyncClient
 from tokenmill.openai.errors import ApiError
@@ -61,6 +64,13 @@ class LiveWorkers:
             redis.RedisError, TimeoutError: Redis is away.
         """
         return served(await self.live())
+
+    async def model_of(self, worker: str) -> str:
+        """Return the name that a worker gives its model in results; of an unknown worker, that of another one."""
+        with suppress(RedisError, TimeoutError):
+            await self.live()
+        loaded = [one for one in self._found if one.models]
+        return min(loaded, key=lambda one: one.name != worker).models[0] if loaded else ""
 
     async def require(self, model: str | None, *, wait: bool = True) -> None:
         """Check that a live worker serves a model; None stands for any model.

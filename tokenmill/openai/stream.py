@@ -28,14 +28,13 @@ class Chunks:
 
     Args:
         url: `CHAT` or `COMPLETIONS`.
-        model: name of the model in every chunk.
+        model: name of the model in every chunk; the attribute may be set until the first chunk.
         include_usage: whether a last chunk holds the usage.
         created: Unix time in seconds.
     """
 
     def __init__(self, url: str, job_id: str, *, model: str, include_usage: bool, created: int) -> None:
-        self.started = False
-        """Whether a chunk was returned; before that, an error is still an HTTP error."""
+        self.model = model
         self.done = False
         """Whether the final event was fed."""
         self.error: ApiError | None = None
@@ -45,7 +44,6 @@ class Chunks:
             "id": f"{PREFIXES[url]}-{job_id}",
             "object": "chat.completion.chunk" if self._chat else "text_completion",
             "created": created,
-            "model": model,
             "system_fingerprint": None,
         }
         self._choices: dict[int, _Choice] = {}
@@ -72,7 +70,6 @@ class Chunks:
             choice = self._choice(event.index)
             logprobs = None if event.logprobs is None else event.logprobs["content"]
             self._add(choice, choice.text.feed(event), choice.add(event.token_ids, logprobs), chunks)
-        self.started = self.started or bool(chunks)
         return chunks
 
     def _choice(self, index: int) -> _Choice:
@@ -97,7 +94,7 @@ class Chunks:
                 chunks.append(self._chunk(lower.head()))
 
     def _chunk(self, *choices: Json) -> Json:
-        chunk = {**self._frame, "choices": list(choices)}
+        chunk = {**self._frame, "model": self.model, "choices": list(choices)}
         if self._usage:
             chunk["usage"] = None
         return chunk
@@ -126,7 +123,7 @@ class Chunks:
             self._open(choice, chunks)
             chunks.append(self._chunk(choice.tail(found.finish_reason)) | _extras(result, found))
         if self._usage:
-            chunks.append({**self._frame, "choices": [], "usage": usage_of(result.usage)})
+            chunks.append(self._chunk() | {"usage": usage_of(result.usage)})
 
     def _rest(self, event: FinalEvent, found: Choice, chunks: list[Json]) -> None:
         """Add what is missing of a choice of the result."""

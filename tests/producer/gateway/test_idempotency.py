@@ -209,6 +209,28 @@ def test_a_request_that_another_gateway_cancels_for_its_own_client_gets_a_new_jo
     other.kill()
 
 
+@pytest.mark.parametrize("params", [{}, {"temperature": 1, "n": 2, "logprobs": True}], ids=["greedy", "sampled"])
+def test_a_stream_goes_on_in_a_new_job_when_another_gateway_cancels_its_job_in_mid_text(
+    own_stack: Stack, key: str, params: dict[str, Any]
+) -> None:
+    gateway, other, body = own_stack.gateway(), own_stack.gateway(), chat("moved", 40, stream=True, **params)
+    own_stack.worker(FAKE_STEP="0.03", FAKE_DRAW="1")
+    first = Call(gateway, CHAT, body, idempotency_key=key)
+    second = Call(other, CHAT, body, idempotency_key=key)
+    streams = [call.events() for call in (first, second)]
+    events = [[next(stream) for _ in range(8)] for stream in streams]
+    job_id = first.header("x-request-id")
+    assert job_id == second.header("x-request-id")
+    first.close()
+    seen = [*events[1], *streams[1]]
+    assert seen[-1].data == "[DONE]"
+    assert get(f"{other.url}{JOBS}/{job_id}").json["status"] == "cancelled"
+    renewed = get(f"{other.url}{JOBS}/{job_id}.g2").json
+    assert renewed["status"] == "succeeded"
+    assert texts_of(seen) == renewed["result"]["choices"][0]["text"]
+    assert {event.json["id"] for event in seen[:-1]} == {f"chatcmpl-{job_id}"}
+
+
 def test_a_request_that_timed_out_gets_a_new_job_under_the_same_key(slow: Stack, key: str) -> None:
     gateway, body = slow.first_gateway, chat("late", 200)
     answers = [repeated(gateway, CHAT, body, key) for _ in range(2)]

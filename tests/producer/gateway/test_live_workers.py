@@ -55,6 +55,16 @@ def test_a_model_that_no_live_worker_serves_is_unknown(queue: Queue) -> None:
         assert code(queue, model, wait=False) == (404, "model_not_found")
 
 
+def test_the_model_of_a_worker_is_its_first_name_and_of_an_unknown_worker_that_of_another(queue: Queue) -> None:
+    assert run(queue, lambda workers: workers.model_of("a:1:x")) == ""
+    live(queue, "a:1:x", model="tiny,also")
+    live(queue, "b:1:x", model="big")
+    live(queue, "c:1:x", status="starting")
+    assert run(queue, lambda workers: workers.model_of("b:1:x")) == "big"
+    for name in ("a:1:x", "c:1:x", "gone:1:x"):
+        assert run(queue, lambda workers, name=name: workers.model_of(name)) == "tiny"  # type: ignore[misc]
+
+
 def test_the_error_names_the_served_models_and_is_short(queue: Queue) -> None:
     live(queue, "a:1:x", model="tiny")
     with pytest.raises(ApiError, match="served: tiny") as error:

@@ -94,9 +94,9 @@ def test_usage_comes_last_in_a_chunk_without_choices_and_is_null_before() -> Non
 def test_nothing_is_started_before_the_first_token() -> None:
     chunks = chunks_of()
     assert feed(chunks, [PLAIN.start(1)]) == []
-    assert (chunks.started, chunks.done) == (False, False)
-    chunks.feed(PLAIN.event(1, 1, 0, 0, 1))
-    assert (chunks.started, chunks.done) == (True, False)
+    chunks.model = "the worker's"
+    assert {chunk["model"] for chunk in chunks.feed(PLAIN.event(1, 1, 0, 0, 1))} == {"the worker's"}
+    assert not chunks.done
     chunks.feed(PLAIN.final())
     assert (chunks.done, chunks.error) == (True, None)
 
@@ -184,7 +184,7 @@ def test_a_job_that_fails_before_its_first_token_starts_nothing() -> None:
     final = FinalEvent("1-0", Status.FAILED, Result("job", Status.FAILED, choices=(), error=error))
     assert feed(chunks, [PLAIN.start(1), final]) == []
     assert chunks.error is not None
-    assert (chunks.started, chunks.error.status, chunks.error.code) == (False, 400, "context_length_exceeded")
+    assert (chunks.error.status, chunks.error.code) == (400, "context_length_exceeded")
     partial = Result("job", Status.CANCELLED, choices=(Choice(0, "", "cancelled"),))
     assert chunks_of().feed(FinalEvent("1-0", Status.CANCELLED, partial)) == []
 
