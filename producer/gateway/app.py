@@ -64,7 +64,7 @@ def build(settings: GatewaySettings, *, client: AsyncClient | None = None) -> St
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     """Watch Redis while the application runs; close its connections afterwards."""
     gateway: Gateway = app.state.gateway
-    gateway.spawn(gateway.watch_redis(), "watch_redis")
+    gateway.spawn(gateway.redis.run(), "redis_watch")
     if gateway.keys is not None:
         gateway.spawn(gateway.keys.watch(), "watch_api_keys")
     try:

@@ -19,7 +19,8 @@ from producer.files.batches import cancel_batch, create_batch, find_batch, list_
 from producer.files.rqjobs import enqueue_batch
 from producer.files.storage import Bucket
 from producer.gateway.files import default_ttl
-from producer.gateway.gateway import REDIS_SECONDS, Gateway
+from producer.gateway.gateway import Gateway
+from producer.gateway.redis_watch import PING_SECONDS
 from producer.gateway.requests import caller_of, gateway_of, read_json
 from producer.gateway.storing import page_of, storage_of, stored
 from tokenmill.openai.errors import ApiError
@@ -51,7 +52,7 @@ def _enqueue(gateway: Gateway, tenant: str | None, batch_id: str) -> None:
     """Enqueue the RQ job of a batch. If Redis fails, a clerk finds the batch in the storage some seconds later."""
     queue = _queue(gateway.settings.redis, gateway.settings.batch_queue)
     try:
-        with ends_by(time.monotonic() + REDIS_SECONDS):
+        with ends_by(time.monotonic() + PING_SECONDS):
             enqueue_batch(queue, tenant, batch_id)
     except (RedisError, OSError) as error:
         log.warning("batch_not_enqueued", id=batch_id, message=str(error))

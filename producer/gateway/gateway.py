@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import structlog
-from redis.exceptions import RedisError
 
 from producer.files.storage import Storage
 from producer.gateway.inflight import InFlight
 from producer.gateway.keys import KeyRing
 from producer.gateway.metrics import Metrics
 from producer.gateway.rates import Rates
+from producer.gateway.redis_watch import RedisWatch
 from producer.gateway.settings import GatewaySettings
 from producer.gateway.workers import LiveWorkers
 from tokenmill.client.aio import AsyncClient
 from tokenmill.openai.errors import ApiError
-from tokenmill.protocol.connection import redact
 
 log = structlog.get_logger()
 
-PING_SECONDS: Final = 1.0
-"""Time between two pings of Redis, and the time in which each must be answered."""
-REDIS_SECONDS: Final = 1.5
-"""How long a request waits for Redis; a running stream waits longer."""
 RETRY_SECONDS: Final = 2.0
 """`Retry-After` while Redis is away."""
 
@@ -52,16 +46,17 @@ class Gateway:
     """Set when the gateway shuts down: no new request is served."""
     deadline: asyncio.Event = field(default_factory=asyncio.Event)
     """Set --drain-seconds after `drain`: running requests end now; their jobs go on."""
-    redis_up: bool = True
-    """Whether Redis answered the last ping."""
+    redis: RedisWatch = field(init=False)
+    """Whether Redis answers."""
     inflight: InFlight = field(init=False)
     """The requests that wait for a job."""
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.inflight = InFlight(self.deadline)
+        self.redis = RedisWatch(self.settings.redis)
         self.rates = Rates(self.client)
-        self.workers = LiveWorkers(self.client, self.settings.worker_timeout)
+        self.workers = LiveWorkers(self.client, self.settings.worker_timeout, self.redis.limit)
 
     def require_redis(self) -> None:
         """Raise the error of a request that needs Redis, if Redis does not answer.
@@ -69,19 +64,18 @@ class Gateway:
         Raises:
             ApiError: 503, with `Retry-After`.
         """
-        if not self.redis_up:
+        if not self.redis.up:
             raise redis_away()
 
     @asynccontextmanager
-    async def redis_limit(self, seconds: float = REDIS_SECONDS) -> AsyncIterator[None]:
-        """End the commands of the block with status 503 if Redis is away or takes longer than `seconds`.
+    async def redis_limit(self) -> AsyncIterator[None]:
+        """End the commands of the block with status 503 if Redis is away or too slow; see `RedisWatch.limit`.
 
         Raises:
             ApiError: 503. A command that writes may have been carried out.
         """
-        self.require_redis()
         try:
-            async with asyncio.timeout(seconds):
+            async with self.redis.limit():
                 yield
         except TimeoutError as error:
             raise redis_away() from error
@@ -98,34 +92,6 @@ class Gateway:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("background_task_failed", task=task.get_name(), exc_info=error)
 
-    async def watch_redis(self) -> None:
-        """Ping Redis each second, for ever, and keep `redis_up`."""
-        silent = 0
-        while True:
-            started = time.monotonic()
-            try:
-                async with asyncio.timeout(PING_SECONDS):
-                    await self.client.redis.ping()
-                silent = 0
-                self._note(up=True)
-            except TimeoutError:  # once: perhaps this process was too busy to read the reply
-                silent += 1
-                if silent > 1:
-                    self._note(up=False)
-            except (RedisError, OSError) as error:
-                self._note(up=False, error=error)
-            await asyncio.sleep(max(0.05, PING_SECONDS - (time.monotonic() - started)))
-
-    def _note(self, *, up: bool, error: Exception | None = None) -> None:
-        if up == self.redis_up:
-            return
-        self.redis_up = up
-        where = redact(self.settings.redis)
-        if up:
-            log.info("redis_back", url=where)
-        else:
-            log.warning("redis_away", url=where, message=str(error or "") or "no answer")
-
     async def close(self) -> None:
         """Finish the cancels of jobs, cancel the other background tasks and close the connections."""
         await self.inflight.close()
@@ -133,6 +99,7 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.client.close()
+        self.redis.close()
 
 
 def redis_away() -> ApiError:

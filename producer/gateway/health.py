@@ -26,7 +26,7 @@ async def _not_ready(gateway: Gateway) -> str | None:
     """Return why the gateway cannot serve requests now; None if it can."""
     if gateway.drain.is_set():
         return "shutting down"
-    if not gateway.redis_up:
+    if not gateway.redis.up:
         return "Redis does not answer"
     if not await gateway.workers.live():
         return f"queue {gateway.settings.queue} has no live worker"

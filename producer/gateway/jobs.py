@@ -17,10 +17,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from producer.gateway.gateway import REDIS_SECONDS, Gateway
+from producer.gateway.gateway import Gateway
 from producer.gateway.idempotency import IdempotencyKey, idempotency_key
 from producer.gateway.inflight import End, Interrupted
 from producer.gateway.keys import Caller
+from producer.gateway.redis_watch import REDIS_SECONDS
 from producer.gateway.requests import caller_of, gateway_of, read_json
 from producer.gateway.responses import JsonResponse, job_not_found
 from producer.gateway.sse import EventStream, Frames, event_frame, named_error_frame
@@ -181,7 +182,8 @@ def _wait_of(request: Request) -> float:
 async def cancel(request: Request) -> Response:
     """Answer `POST /v1/jobs/<id>/cancel` with the reply of the client library's cancel."""
     job, _ = await _find(request)
-    reply = await job.cancel(timeout=REDIS_SECONDS)
+    async with gateway_of(request).redis.limit():
+        reply = await job.cancel(timeout=REDIS_SECONDS)
     return JsonResponse({"id": job.id, "status": reply.value})
 
 
@@ -253,8 +255,8 @@ async def _find(request: Request, with_result: bool = False) -> tuple[AsyncJob, 
     if not is_name(job_id):
         raise job_not_found(clean(job_id, 128))
     request.state.job_id = job_id
-    gateway.require_redis()
-    found = await gateway.client.lookup(job_id, timeout=REDIS_SECONDS, with_result=with_result)
+    async with gateway.redis.limit():
+        found = await gateway.client.lookup(job_id, timeout=REDIS_SECONDS, with_result=with_result)
     if found.status is JobStatus.UNKNOWN or caller.tenant not in (None, found.tenant):
         raise job_not_found(job_id)
     return AsyncJob(gateway.client, job_id, known=True), found

@@ -17,6 +17,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from producer.gateway.keys import Caller
+from producer.gateway.redis_watch import REDIS_SECONDS
 from tokenmill.client.aio import AsyncClient
 from tokenmill.openai.errors import ApiError
 from tokenmill.protocol.keys import Keys
@@ -26,8 +27,6 @@ from tokenmill.protocol.result import Result
 
 log = structlog.get_logger()
 
-REDIS_SECONDS: Final = 1.0
-"""Time limit for the answer of Redis."""
 BYTES_PER_TOKEN: Final = 4
 """The length of a token in bytes of UTF-8, roughly; a prompt is not tokenized before a worker has it."""
 LIMITS: Final[tuple[Literal["rpm", "tpm"], ...]] = ("rpm", "tpm")

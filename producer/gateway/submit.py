@@ -11,17 +11,16 @@ from typing import Any, Final
 
 from starlette.requests import Request
 
-from producer.gateway.gateway import REDIS_SECONDS, Gateway
+from producer.gateway.gateway import Gateway
 from producer.gateway.idempotency import IdempotencyKey, begin, forget, reused
 from producer.gateway.keys import Caller
 from producer.gateway.rates import Charge, estimate
+from producer.gateway.redis_watch import REDIS_SECONDS
 from tokenmill.client.core import entry_of
 from tokenmill.openai.errors import ApiError
 from tokenmill.protocol.calls import EnqueueRefused, JobExists
 from tokenmill.protocol.job import JobEntry, is_traceparent
 
-SUBMIT_S: Final = 1.0
-"""How long a submit waits for Redis."""
 CANCEL_S: Final = 3600.0
 """How long the cancel of a job without a time to live is tried, and kept by Redis."""
 UNKNOWN: Final = "submit without an answer"
@@ -74,22 +73,28 @@ async def submit(gateway: Gateway, order: Order) -> Charge | None:
     """
     key, entry = order.key, order.entry
     try:
-        charge = await gateway.rates.admit(order.caller, estimate(order.body))
-        try:
-            await gateway.client.submit_entry(entry, order.priority, delay=order.delay, timeout=SUBMIT_S)
-        except EnqueueRefused:
-            gateway.spawn(gateway.rates.settle(charge, 0), "settle_rate")
-            raise
+        async with gateway.redis.limit():
+            return await _submit(gateway, order)
     except JobExists:
         if key is None:
             raise ApiError(409, f"Job {entry.id} exists already.", code="job_exists", retry=False) from None
-        found = await gateway.client.lookup(entry.id, timeout=REDIS_SECONDS, with_result=False)
+        async with gateway.redis.limit():
+            found = await gateway.client.lookup(entry.id, timeout=REDIS_SECONDS, with_result=False)
         if found.tenant != entry.tenant:
             raise reused() from None
         return None
     except (EnqueueRefused, ApiError):
         if key is not None and order.first:
             await forget(gateway, key)
+        raise
+
+
+async def _submit(gateway: Gateway, order: Order) -> Charge:
+    charge = await gateway.rates.admit(order.caller, estimate(order.body))
+    try:
+        await gateway.client.submit_entry(order.entry, order.priority, delay=order.delay, timeout=REDIS_SECONDS)
+    except EnqueueRefused:
+        gateway.spawn(gateway.rates.settle(charge, 0), "settle_rate")
         raise
     return charge
 

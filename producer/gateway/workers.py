@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import Final
 
 from redis.exceptions import RedisError
 
+from producer.gateway.redis_watch import REDIS_SECONDS
 from tokenmill.client.aio import AsyncClient
 from tokenmill.openai.errors import ApiError
 from tokenmill.protocol.errors import clean
@@ -18,8 +20,6 @@ CACHE_SECONDS: Final = 1.0
 """How long the list of workers is used before Redis is asked again."""
 POLL_SECONDS: Final = 0.25
 """The same while a request waits for a worker."""
-REDIS_SECONDS: Final = 1.0
-"""Time limit for the answer of Redis."""
 RETRY_SECONDS: Final = 5.0
 """`Retry-After` of a queue without a worker."""
 
@@ -29,9 +29,16 @@ class LiveWorkers:
 
     Args:
         worker_timeout: seconds that `require` waits for a worker.
+        limit: makes a context that ends a wait for Redis with a `TimeoutError`.
     """
 
-    def __init__(self, client: AsyncClient, worker_timeout: float) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        worker_timeout: float,
+        limit: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+    ) -> None:
+        self._limit = limit
         self._client, self._worker_timeout = client, worker_timeout
         self._found: tuple[WorkerInfo, ...] = ()
         self._found_at: float | None = None
@@ -49,7 +56,8 @@ class LiveWorkers:
         if self._asking is None or self._asking.done():
             self._asking = asyncio.get_running_loop().create_task(self._ask())
             self._asking.add_done_callback(_retrieve)
-        return await asyncio.shield(self._asking)
+        async with self._limit():
+            return await asyncio.shield(self._asking)
 
     async def _ask(self) -> tuple[WorkerInfo, ...]:
         now = time.monotonic()

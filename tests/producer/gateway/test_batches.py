@@ -199,7 +199,7 @@ def test_a_batch_is_kept_when_its_rq_job_cannot_be_enqueued(
 
 def test_while_redis_is_away_batches_are_read_but_not_created(tmp_path: Path) -> None:
     with inside(f"redis://127.0.0.1:{free_port()}/0", tmp_path) as client:
-        gateway(client).redis_up = False
+        gateway(client).redis.up = False
         answer = begin(client)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "redis_unavailable")
         assert int(answer.headers["retry-after"]) > 0

@@ -185,7 +185,7 @@ def test_a_queue_without_workers_has_no_models(queue: Queue) -> None:
 
 def test_while_redis_is_away_models_get_503_at_once(queue: Queue) -> None:
     async def work(client: Any, gateway: Gateway) -> None:
-        gateway.redis_up = False
+        gateway.redis.up = False
         answer = await client.get("/v1/models")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "redis_unavailable")
         assert answer.headers["Retry-After"]
