@@ -1,14 +1,18 @@
-"""Middleware that finds the caller of a request by the API key in `Authorization: Bearer`."""
+"""Middleware that finds the caller of a request by the API key in `Authorization: Bearer`.
+
+It also keeps one tenant from taking all of --max-requests: where there are keys of several, each may have half of them.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from producer.gateway.gateway import Gateway
 from producer.gateway.keys import Caller, KeyRing
-from producer.gateway.middleware import OPEN
+from producer.gateway.middleware import BUSY_SECONDS, OPEN
 from tokenmill.openai.errors import ApiError
 
 ANYONE: Final = Caller(None)
@@ -20,13 +24,25 @@ class Auth:
 
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self.app, self.gateway = app, gateway
+        self._in_flight: Counter[str] = Counter()
+        """Requests that are being served, by tenant."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            keys = self.gateway.keys
-            caller = ANYONE if keys is None or scope["path"] in OPEN else _caller(keys, scope)
-            scope.setdefault("state", {})["caller"] = caller
-        await self.app(scope, receive, send)
+        keys = self.gateway.keys
+        if scope["type"] != "http" or keys is None or scope["path"] in OPEN:
+            scope.setdefault("state", {})["caller"] = ANYONE
+            await self.app(scope, receive, send)
+            return
+        scope["state"]["caller"] = caller = _caller(keys, scope)
+        tenant, most = str(caller.tenant), max(1, self.gateway.settings.max_requests // 2)
+        if self._in_flight[tenant] >= most and keys.shared:
+            message = f"Tenant {tenant} has {most} requests in flight, half of what the gateway serves at once."
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after=BUSY_SECONDS)
+        self._in_flight[tenant] += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._in_flight[tenant] -= 1
 
 
 def _caller(keys: KeyRing, scope: Scope) -> Caller:

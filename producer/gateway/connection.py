@@ -2,7 +2,8 @@
 
 A connection is closed if the headers of a request take longer than --header-timeout, if the client takes nothing of an
 answer for `STALL_SECONDS`, or if there are too many connections. Faulty requests get OpenAI's errors. A client that
-goes away is noticed at once, even if bytes that nothing reads yet lie before the end of its connection.
+goes away is noticed at once, even if bytes that nothing reads yet lie before the end of its connection. A body in tiny
+chunks is refused: reading 256 KiB of them takes the time of a thousand requests, in which no other client is served.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ KEEP_ALIVE_SECONDS: Final = 65
 END_SECONDS: Final = 0.25
 """How often a connection that is not read is checked for its end: a further request waits behind the present one, or
 the body comes faster than it is taken."""
+MAX_CHUNKS: Final = 8192
+"""Number of chunks that a body may have, beside one for each `CHUNK_BYTES` of it."""
+CHUNK_BYTES: Final = 64
 WARN_SECONDS: Final = 60
 """Minimum time between two warnings of too many connections."""
 _PROBES: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": STALL_SECONDS * 1000}
@@ -61,6 +65,7 @@ class Connection(H11Protocol):
         max_connections: int,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.conn = _Parser(h11.SERVER, MAX_HEADER_BYTES)
         self._header_timeout, self._max_connections = header_timeout, max_connections
         self._header_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -172,6 +177,28 @@ class Connection(H11Protocol):
         if timer is not None:
             timer.cancel()
             setattr(self, name, None)
+
+
+class _Parser(h11.Connection):
+    """h11's parser of requests, which refuses bodies in tiny chunks and bodies with two lengths.
+
+    A proxy could take another of the two lengths, and with it another end of the request (request smuggling).
+    """
+
+    _chunks = 0.0
+    """Chunks of the present body, less those that its size allows."""
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = 0
+            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+                raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
+        elif isinstance(event, h11.Data):
+            self._chunks += event.chunk_end - len(event.data) / CHUNK_BYTES
+            if self._chunks > MAX_CHUNKS:
+                raise h11.RemoteProtocolError("chunks are too small")
+        return event
 
 
 def _answer(error: ApiError) -> list[h11.Event]:

@@ -89,6 +89,12 @@ class KeyRing:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def shared(self) -> bool:
+        """Whether the keys are of more than one tenant."""
+        first = self._entries[0].caller.tenant
+        return any(entry.caller.tenant != first for entry in self._entries)
+
     def find(self, key: bytes) -> Caller | None:
         """Return the caller that has this key; None for an unknown key.
 

@@ -222,7 +222,10 @@ class _Body:
         if self._started_at is None:
             self._started_at = now
             self._limit = self._scope["state"].get("max_body_bytes", self._limit)
-            self._check(int(Headers(scope=self._scope).get("content-length", 0)))
+            headers = Headers(scope=self._scope)
+            if headers.get("content-encoding", "identity").strip().lower() != "identity":
+                raise ApiError(400, "The body must not be compressed: Content-Encoding is not supported.")
+            self._check(int(headers.get("content-length", 0)))
         least = self._started_at + self._timeout + self._received / MIN_BYTES_PER_SECOND
         try:
             async with asyncio.timeout(min(self._timeout, max(0.0, least - now))):

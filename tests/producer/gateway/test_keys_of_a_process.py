@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,26 @@ def test_a_job_of_another_tenant_is_unknown(guarded: Guarded) -> None:
         == "succeeded"
     )
     assert post(f"{gateway.url}/v1/jobs", job | {"tenant": "other"}, authorization=bearer(keys["humble"])).status == 400
+
+
+def test_one_tenant_cannot_take_all_requests_of_a_gateway(guarded: Guarded) -> None:
+    made, *_ = guarded
+    path, keys = made.keys_file(greedy="", other="")
+    gateway = made.gateway(api_keys=str(path), max_requests="4")
+    job = {"body": {"prompt": "x"}, "delay": 600, "id": "waited-for"}
+    assert post(f"{gateway.url}/v1/jobs", job, authorization=bearer(keys["greedy"])).status == 202
+    with ThreadPoolExecutor(2) as threads:
+        wait = f"{gateway.url}/v1/jobs/waited-for?wait=300"
+        waits = [threads.submit(get, wait, timeout=300, authorization=bearer(keys["greedy"])) for _ in range(2)]
+        models = f"{gateway.url}/v1/models"
+        refused = eventually(
+            lambda: answer if (answer := get(models, authorization=bearer(keys["greedy"]))).status == 429 else None
+        )
+        assert refused.json["error"]["code"] == "rate_limit_exceeded"
+        assert refused.headers["retry-after"] == "1"
+        assert get(models, authorization=bearer(keys["other"])).status == 200
+        gateway.kill()
+        assert all(waited.exception() or waited.result().status == 0 for waited in waits)
 
 
 def test_a_changed_file_of_keys_takes_effect_while_the_gateway_runs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -62,6 +63,22 @@ def test_a_faulty_chunk_in_a_body_ends_the_request(served: Served) -> None:
         assert ended(sock)
     assert served.lives()
     assert "Traceback" not in served.log.replace("secret-of-the-exception", "")
+
+
+def test_a_body_with_two_lengths_is_refused_and_ends_the_connection(served: Served) -> None:
+    with served.connect() as sock:
+        sock.sendall(f"{POST}Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{{}}\r\n0\r\n\r\n".encode())
+        assert read_answer(sock).status == 400
+        assert ended(sock)
+    assert served.lives()
+
+
+def test_a_compressed_body_is_refused_by_name(served: Served) -> None:
+    answer = served.ask(
+        "POST /echo HTTP/1.1\r\nContent-Type: application/json\r\nContent-Encoding: gzip", gzip.compress(b"{}")
+    )
+    assert answer.status == 400
+    assert "Content-Encoding" in answer.error["message"]
 
 
 def test_pipelined_requests_are_answered_in_their_order(served: Served) -> None:

@@ -131,6 +131,18 @@ def test_a_chunked_body_is_read(served: Served) -> None:
     assert (answer.status, json.loads(answer.body)) == (200, {"a": 1})
 
 
+def test_a_body_in_tiny_chunks_is_refused_before_it_takes_the_gateways_time(served: Served) -> None:
+    head = f"{POST}Transfer-Encoding: chunked\r\n\r\n".encode()
+    with served.connect() as sock:
+        sock.sendall(head + b"1\r\n \r\n" * 8000 + b"2\r\n{}\r\n0\r\n\r\n")
+        assert read_answer(sock).status == 200
+    with served.connect() as sock:
+        sock.sendall(head + b"1\r\n \r\n" * 9000)
+        assert read_answer(sock).status == 400
+        assert ended(sock)
+    assert served.lives()
+
+
 def test_a_route_may_take_larger_bodies(served: Served) -> None:
     answer = served.post("/size", b"x" * 1_000_000)
     assert (answer.status, json.loads(answer.body)) == (200, 1_000_000)
