@@ -30,7 +30,6 @@ from tests.worker.fakes import text_of
 STATES = ("validating", "in_progress", "finalizing", "completed")
 MOMENTS = ("created_at", "in_progress_at", "finalizing_at", "completed_at")
 NUM_WORKERS = 2
-MAX_KILLS = 60
 SPARED = 0.8
 """Share of the kills that spare a process that is still starting."""
 WRONG_EVERY = 25
@@ -47,6 +46,7 @@ class Chaos:
     lines: int
     pause: float = 1.2
     """Maximum seconds between two kills."""
+    max_kills: int = 60
     kills: Counter[str] = field(default_factory=Counter)
     failures: list[BaseException] = field(default_factory=list)
 
@@ -66,11 +66,14 @@ class Chaos:
     def strike(self) -> None:
         """Kill processes at random, and start them again, until `stop` is set."""
         deeds = [self._kill_gateway, self._kill_clerk, self._kill_horse, self._kill_worker, self._kill_redis]
+        first = self.rng.sample(deeds, len(deeds))  # so that a run with few kills has each kind, too
         try:
-            while not self.stop.wait(self.rng.uniform(0.1, self.pause)) and self.kills.total() < MAX_KILLS:
-                (deed,) = self.rng.choices(deeds, weights=[3, 2, 2, 4, 1])
-                if deed():
-                    self.kills[deed.__name__.removeprefix("_kill_")] += 1
+            while not self.stop.wait(self.rng.uniform(0.1, self.pause)):
+                if self.kills.total() < self.max_kills:
+                    (deed,) = first[:1] or self.rng.choices(deeds, weights=[3, 2, 2, 4, 1])
+                    if deed():
+                        first = first[1:]
+                        self.kills[deed.__name__.removeprefix("_kill_")] += 1
                 self._tend()
         except BaseException as error:  # noqa: BLE001 - handed to the main thread
             self.failures.append(error)
@@ -253,10 +256,10 @@ def multipart(content: bytes) -> bytes:
 
 
 @contextmanager
-def chaos(folder: Path, seed: int, lines: int) -> Iterator[Chaos]:
+def chaos(folder: Path, seed: int, lines: int, **options: Any) -> Iterator[Chaos]:
     """Set a run up; with `appendfsync always`, so that even a killed Redis keeps all confirmed writes."""
     with running_redis(folder, "--appendfsync", "always") as server, stack(server.url, folder) as made:
-        yield Chaos(made, server, seed, lines)
+        yield Chaos(made, server, seed, lines, **options)
 
 
 def main() -> None:
