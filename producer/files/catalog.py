@@ -19,21 +19,24 @@ LEFTOVER_S: Final = 86_400.0
 """Age from which on an unfinished upload, or an idempotency key, is deleted."""
 
 
-def find_file(bucket: Bucket, file_id: str) -> Json:
+def find_file(bucket: Bucket, file_id: str, *, param: str = "id") -> Json:
     """Return the record of a file that has not expired.
+
+    Args:
+        param: the key of the request that holds the id.
 
     Raises:
         ApiError: 404.
     """
     record = _alive(bucket, file_id)
     if record is None:
-        raise no_file()
+        raise no_file(param)
     return record
 
 
-def no_file() -> ApiError:
+def no_file(param: str = "id") -> ApiError:
     """Return the error for an id without a file, which may be any text."""
-    return ApiError(404, "There is no file with this id.", param="id")
+    return ApiError(404, "There is no file with this id.", param=param)
 
 
 def list_files(bucket: Bucket, *, limit: int, after: str | None, newest_first: bool, purpose: str | None) -> Json:
