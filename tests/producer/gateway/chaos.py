@@ -136,8 +136,7 @@ class Chaos:
         if self.gateway.popen.poll() is not None:
             assert self.gateway.popen.returncode == 0, self.gateway.log[-4000:]
             self._start_gateway()
-        if self.clerk.popen.poll() is not None:
-            assert self.clerk.popen.returncode == 0, self.clerk.log[-4000:]
+        if self.clerk.popen.poll() is not None:  # RQ's command ends with an error if Redis is away at its start
             self.clerk = self.made.clerk()
 
     # ── the user ──────────────────────────────────────────────────────────────────────────────────────────────────
