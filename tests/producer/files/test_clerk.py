@@ -89,12 +89,6 @@ def test_a_clerk_runs_a_batch(office: Stack, tenant: Tenant, worker: MiniWorker)
     tenant.check_whole(batch_id, numbers(3))
 
 
-def test_a_batch_that_was_never_enqueued_is_found(office: Stack, tenant: Tenant, worker: MiniWorker) -> None:
-    batch_id = tenant.of(["one"])
-    office.clerk()
-    ends(tenant, batch_id)
-
-
 @pytest.mark.parametrize("whole", [False, True], ids=["horse", "clerk"])
 def test_a_batch_is_finished_after_a_sigkill(office: Stack, tenant: Tenant, worker: MiniWorker, whole: bool) -> None:
     batch_id = tenant.of(["one", "two", "HOLD three", "four", "five"])
@@ -180,7 +174,9 @@ def unlocked(tenant: Tenant, batch_id: str) -> bool:
         return held
 
 
-def test_a_clerk_leaves_the_batches_of_another_queue_alone(office: Stack, tenant: Tenant, worker: MiniWorker) -> None:
+def test_a_batch_that_was_never_enqueued_is_found_by_a_clerk_of_its_queue_only(
+    office: Stack, tenant: Tenant, worker: MiniWorker
+) -> None:
     mine, other = tenant.of(["one"]), tenant.of(["one"])
     tenant.batches.save(other, {**(tenant.batches.load(other) or {}), "root": "tokenmill:{other}:"})
     office.clerk()
