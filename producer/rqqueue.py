@@ -11,7 +11,7 @@ from rq.exceptions import NoSuchJobError
 from rq.job import Job, JobStatus
 
 LOST_AFTER: Final = timedelta(minutes=1)
-"""Time after which a job that is `queued`, but in no queue, counts as lost."""
+"""Time, from its last enqueuing on, after which a job that waits in no place counts as lost."""
 FOREVER: Final = 2**31 - 1
 """Number of repeats, or of retries, of a job that RQ is to run again and again."""
 _OVER: Final = (JobStatus.FINISHED, JobStatus.STOPPED)
@@ -37,12 +37,23 @@ def keep_going(
         if job.ended_at is None or datetime.now(UTC) - job.ended_at.astimezone(UTC) >= pause:
             job.failed_job_registry.remove(job)
             enqueue()
-    elif status in ((*_OVER, JobStatus.CANCELED) if revive else _OVER) or _is_lost(job):
+    elif status in ((*_OVER, JobStatus.CANCELED) if revive else _OVER) or _is_lost(job, queue):
         enqueue()
 
 
-def _is_lost(job: Job) -> bool:
-    """Return whether a job is `queued` but in no queue: its worker died after taking it, before setting its status."""
-    if job.get_status(refresh=False) != JobStatus.QUEUED or job.enqueued_at is None:
+def _is_lost(job: Job, queue: Queue) -> bool:
+    """Return whether a job waits by its status, but is neither in its queue nor among the scheduled jobs.
+
+    RQ writes the status of some jobs before their place, or their place before their status; a process may be killed in
+    between.
+    """
+    if job.enqueued_at is None or datetime.now(UTC) - job.enqueued_at <= LOST_AFTER:
         return False
-    return datetime.now(UTC) - job.enqueued_at > LOST_AFTER and job.get_position() is None
+    status = job.get_status(refresh=False)
+    if status == JobStatus.QUEUED:
+        found = job.get_position() is not None
+    elif status == JobStatus.SCHEDULED:
+        found = job in queue.scheduled_job_registry
+    else:
+        return False
+    return not found and job.get_status(refresh=True) == status  # it did not move on meanwhile

@@ -52,6 +52,8 @@ LOCK_S: Final = 60
 """How long RQ's scheduler lock lives beyond one interval of the scheduler, which renews it in each (`rq.scheduler`)."""
 SILENT_S: Final = 10
 """Time without a renewal of its lock after which a scheduler counts as dead."""
+CLEANING_S: Final = 30
+"""How long another worker's lock of RQ's maintenance of a queue is respected."""
 SAME_SIGNAL_S: Final = 0.1
 """Two signals within this time count as one: Ctrl-C on a pool of workers reaches each worker from the terminal and
 from the pool."""
@@ -219,6 +221,15 @@ class SteadyWorker(Worker):
         if self._stop_requested:
             raise StopRequested
         return bool(super().should_run_maintenance_tasks)
+
+    def clean_registries(self) -> None:
+        """Run RQ's maintenance of the queues, which finds jobs of killed workers.
+
+        A worker that is killed within it leaves its lock, for which RQ would wait for 15 minutes.
+        """
+        for queue in self.queues:
+            self.connection.expire(queue.registry_cleaning_key, CLEANING_S, lt=True)
+        super().clean_registries()  # type: ignore[no-untyped-call]
 
     def execute_job(self, job: Job, queue: Queue) -> None:
         """Run a job; if a signal has come already, the job can see that its worker is asked to stop."""

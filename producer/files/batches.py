@@ -39,7 +39,7 @@ def create_batch(
         batch_id = _id_of_key(storage, tenant, key, body, batch_id)
         if batches.load(batch_id) is not None:
             return find_batch(batches, batch_id)
-    source = find_file(files, wanted["input_file_id"])
+    source = find_file(files, wanted["input_file_id"], param="input_file_id")
     if source["purpose"] != "batch":
         raise ApiError(400, "input_file_id: must be a file with the purpose batch", param="input_file_id")
     record = batch_record(wanted, tenant, root, int(time.time()), ttl_s)
@@ -48,7 +48,7 @@ def create_batch(
         batches.add(batch_id, record, files.content(wanted["input_file_id"]))
     except FileNotFoundError:  # deleted meanwhile
         storage.close_batch(batch_id)
-        find_file(files, wanted["input_file_id"])
+        find_file(files, wanted["input_file_id"], param="input_file_id")
         raise
     return find_batch(batches, batch_id)
 

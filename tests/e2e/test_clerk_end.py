@@ -14,7 +14,7 @@ from rq import Queue as RqQueue
 from rq.exceptions import StopRequested
 from rq.serializers import JSONSerializer
 
-from producer.rqworker import SteadyScheduler, SteadyWorker
+from producer.rqworker import CLEANING_S, SteadyScheduler, SteadyWorker
 from tests.e2e.process import Start
 from tests.e2e.test_clerk import clerk, status
 from tests.producer.receiver import Receiver, certificate, receiving
@@ -121,6 +121,18 @@ def test_the_lock_of_a_dead_scheduler_is_taken_over_and_that_of_a_living_one_is_
     queue.connection.expire(living.get_locking_key("locked"), 50)  # as after 11 seconds without a heartbeat
     assert other.acquire_locks() == {"locked"}
     assert not living.acquire_locks()
+
+
+def test_the_maintenance_lock_of_a_killed_worker_ends_within_seconds(own: Queue) -> None:
+    queue = RqQueue("killed", connection=Redis.from_url(own.url), serializer=JSONSerializer)
+    worker = SteadyWorker([queue], connection=queue.connection, serializer=JSONSerializer)
+    key = queue.registry_cleaning_key
+    assert queue.acquire_maintenance_lock()  # by a worker that is then killed; RQ's lock lives for 15 minutes
+    worker.clean_registries()
+    assert 0 < queue.connection.ttl(key) <= CLEANING_S
+    queue.connection.expire(key, 5)
+    worker.clean_registries()  # must not renew the lock
+    assert 0 < queue.connection.ttl(key) <= 5
 
 
 def test_a_worker_that_is_to_stop_begins_no_maintenance(own: Queue) -> None:

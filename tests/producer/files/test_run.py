@@ -246,6 +246,16 @@ def test_an_ended_batch_is_deleted_after_its_time_and_a_running_one_is_not(tenan
     assert tenant.batches.ids() == [waiting]
 
 
+def test_a_damaged_record_does_not_keep_expired_files_and_batches(tenant: Tenant, worker: MiniWorker) -> None:
+    batch_id = tenant.of(["one"])
+    broken, expired = tenant.batch(batch_id).input_file_id, tenant.upload(b"")
+    (tenant.files.content(broken).parent / "record.json").write_text("{")
+    tenant.files.save(expired, {**(tenant.files.load(expired) or {}), "expires_at": 1})
+    tenant.run(batch_id)
+    tenant.batches.save(batch_id, {**(tenant.batches.load(batch_id) or {}), "ttl_s": 0, "completed_at": 1})
+    assert delete_expired(tenant.storage) == {"files": 1, "batches": 1, "leftovers": 0}
+
+
 def test_a_batch_of_a_faulty_file_that_was_cancelled_fails(tenant: Tenant) -> None:
     batch_id = tenant.create(["nonsense"])
     tenant.cancel(batch_id)

@@ -2,8 +2,8 @@
 
 A batch of `--lines` requests is uploaded, started, polled and read by plain HTTP, as a user's script does. Meanwhile
 the gateway, the clerk, its work horse, workers and Redis (with its append-only file) are killed by SIGKILL at random
-times, and started again a moment later, as a supervisor does. At the end each line has exactly one answer, the right
-one.
+times, and started again a moment later, as a supervisor does. The batch goes from state to state without a step back;
+at the end each line has exactly one answer, the right one, in exactly two files.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tests.producer.gateway.harness import Answer, FakeWorker, Stack, ask, stack
 from tests.support import RedisServer, running_redis
 from tests.worker.fakes import text_of
 
-ENDED = ("completed", "failed", "expired", "cancelled")
+STATES = ("validating", "in_progress", "finalizing", "completed")
+MOMENTS = ("created_at", "in_progress_at", "finalizing_at", "completed_at")
 NUM_WORKERS = 2
-MAX_KILLS = 60
 SPARED = 0.8
 """Share of the kills that spare a process that is still starting."""
 WRONG_EVERY = 25
@@ -46,6 +46,7 @@ class Chaos:
     lines: int
     pause: float = 1.2
     """Maximum seconds between two kills."""
+    max_kills: int = 60
     kills: Counter[str] = field(default_factory=Counter)
     failures: list[BaseException] = field(default_factory=list)
 
@@ -65,11 +66,14 @@ class Chaos:
     def strike(self) -> None:
         """Kill processes at random, and start them again, until `stop` is set."""
         deeds = [self._kill_gateway, self._kill_clerk, self._kill_horse, self._kill_worker, self._kill_redis]
+        first = self.rng.sample(deeds, len(deeds))  # so that a run with few kills has each kind, too
         try:
-            while not self.stop.wait(self.rng.uniform(0.1, self.pause)) and self.kills.total() < MAX_KILLS:
-                (deed,) = self.rng.choices(deeds, weights=[3, 2, 2, 4, 1])
-                if deed():
-                    self.kills[deed.__name__.removeprefix("_kill_")] += 1
+            while not self.stop.wait(self.rng.uniform(0.1, self.pause)):
+                if self.kills.total() < self.max_kills:
+                    (deed,) = first[:1] or self.rng.choices(deeds, weights=[3, 2, 2, 4, 1])
+                    if deed():
+                        first = first[1:]
+                        self.kills[deed.__name__.removeprefix("_kill_")] += 1
                 self._tend()
         except BaseException as error:  # noqa: BLE001 - handed to the main thread
             self.failures.append(error)
@@ -132,7 +136,7 @@ class Chaos:
         if self.gateway.popen.poll() is not None:
             assert self.gateway.popen.returncode == 0, self.gateway.log[-4000:]
             self._start_gateway()
-        if self.clerk.popen.poll() is not None:
+        if self.clerk.popen.poll() is not None:  # RQ's command ends with an error if Redis is away at its start
             self.clerk = self.made.clerk()
 
     # ── the user ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -171,15 +175,7 @@ class Chaos:
         striker = threading.Thread(target=self.strike)
         striker.start()
         try:
-            batch = self.create()
-            deadline, counts = time.monotonic() + timeout, 0
-            while batch["status"] not in ENDED:
-                assert time.monotonic() < deadline, f"{batch}\n{self.clerk.log[-3000:]}"
-                time.sleep(0.2)
-                batch = self.get(f"batches/{batch['id']}").json
-                done = batch["request_counts"]["completed"] + batch["request_counts"]["failed"]
-                assert done >= counts, f"the counts went back from {counts}: {batch}"
-                counts = done
+            batch = self.follow(self.create(), timeout)
         finally:
             self.stop.set()
             striker.join()
@@ -195,6 +191,19 @@ class Chaos:
         assert [one["id"] for one in self.get("batches").json["data"]] == [batch["id"]]
         return dict(batch)
 
+    def follow(self, batch: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """Poll the batch until it is completed; check that its state, its counts and its times never go back."""
+        deadline, before = time.monotonic() + timeout, batch
+        while batch["status"] != STATES[-1]:
+            assert time.monotonic() < deadline, f"{batch}\n{self.clerk.log[-3000:]}"
+            time.sleep(0.2)
+            batch = self.get(f"batches/{batch['id']}").json
+            assert batch["status"] in STATES, batch
+            assert place(batch) >= place(before), f"the batch went back from {before} to {batch}"
+            assert all(before[name] in (None, batch[name]) for name in MOMENTS), f"{before} became {batch}"
+            before = batch
+        return batch
+
     def input(self) -> bytes:
         """The file of the batch."""
         rows = []
@@ -209,19 +218,30 @@ class Chaos:
         """Check that each line has exactly one answer, the right one."""
         wrong = {f"{n}" for n in range(0, self.lines, WRONG_EVERY)}
         right = {f"{n}" for n in range(self.lines)} - wrong
-        assert batch["status"] == "completed", batch
+        moments = [batch[name] for name in MOMENTS]
+        assert moments == sorted(moments), batch
         assert batch["request_counts"] == {"total": self.lines, "completed": len(right), "failed": len(wrong)}, batch
         output, errors = self.rows(batch["output_file_id"]), self.rows(batch["error_file_id"])
         assert sorted(row["custom_id"] for row in output) == sorted(right)
         assert sorted(row["custom_id"] for row in errors) == sorted(wrong)
         assert len({row["id"] for row in [*output, *errors]}) == self.lines
+        assert {row["error"]["code"] for row in errors} == {"context_length_exceeded"}
+        files = {file["id"] for file in self.get("files?purpose=batch_output").json["data"]}
+        assert files == {batch["output_file_id"], batch["error_file_id"]}
         for row in output:
             number = int(row["custom_id"])
             (choice,) = row["response"]["body"]["choices"]
             assert choice["text"] == text_of(list(f"line {number}".encode()), 0, 1 + number % 30), row
+        assert batch["usage"]["output_tokens"] == sum(1 + int(number) % 30 for number in right)
 
     def rows(self, file: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.get(f"files/{file}/content").body.splitlines()]
+
+
+def place(batch: dict[str, Any]) -> tuple[int, int]:
+    """How far a batch is: its state, and how many of its requests are done."""
+    counts = batch["request_counts"]
+    return STATES.index(batch["status"]), counts["completed"] + counts["failed"]
 
 
 BOUNDARY = "boundary-of-chaos"
@@ -235,10 +255,10 @@ def multipart(content: bytes) -> bytes:
 
 
 @contextmanager
-def chaos(folder: Path, seed: int, lines: int) -> Iterator[Chaos]:
+def chaos(folder: Path, seed: int, lines: int, **options: Any) -> Iterator[Chaos]:
     """Set a run up; with `appendfsync always`, so that even a killed Redis keeps all confirmed writes."""
     with running_redis(folder, "--appendfsync", "always") as server, stack(server.url, folder) as made:
-        yield Chaos(made, server, seed, lines)
+        yield Chaos(made, server, seed, lines, **options)
 
 
 def main() -> None:

@@ -112,9 +112,9 @@ class FakeWorker(Process):
 
 
 class Clerk(RqProcess):
-    """An `rq worker` of the class `ClerkWorker` on one RQ queue, with short intervals, so that it notices soon."""
+    """An `rq worker` of the clerk's class on one RQ queue, with short intervals, so that it notices soon."""
 
-    OPTIONS = ("--worker-class", "producer.clerk.ClerkWorker", "--with-scheduler")
+    OPTIONS = ("--worker-class", "tests.producer.gateway.hasty.HastyClerk", "--with-scheduler")
     HURRY = ("--maintenance-interval", "1", "--worker-ttl", "16", "--job-monitoring-interval", "1")
 
     def __init__(self, queue: Queue, name: str, folder: Path, files: Path, **environ: str) -> None:

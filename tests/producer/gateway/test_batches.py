@@ -87,7 +87,8 @@ def test_a_wrong_body_is_refused_by_the_name_of_its_key_and_creates_nothing(
     client: TestClient, given: dict[str, Any], param: str
 ) -> None:
     answer = begin(client, **given)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_request", param)
     assert client.get("/v1/batches").json()["data"] == []
     assert rq_jobs(client) == []
 
@@ -103,7 +104,9 @@ def test_nulls_are_absent(client: TestClient) -> None:
 
 @pytest.mark.parametrize("file", ["nope", "../../etc/passwd", f"{FILE}{'0' * 32}", f"{BATCH}{'0' * 32}", "\0"])
 def test_a_batch_of_an_unknown_file_is_not_found(client: TestClient, file: str) -> None:
-    assert begin(client, input_file_id=file).status_code == 404
+    answer = begin(client, input_file_id=file)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (404, "not_found", "input_file_id")
     assert client.get("/v1/batches").json()["data"] == []
 
 

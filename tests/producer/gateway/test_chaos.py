@@ -12,7 +12,7 @@ from tests.producer.gateway.chaos import chaos
 @pytest.mark.redis_server
 @pytest.mark.timeout(400)
 def test_a_batch_is_complete_after_kills_of_gateway_clerk_worker_and_redis(tmp_path: Path) -> None:
-    with chaos(tmp_path, seed=1, lines=100) as run:
+    with chaos(tmp_path, seed=1, lines=200, max_kills=8) as run:
         run.run(timeout=300)
         assert run.kills
 
