@@ -15,14 +15,16 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
+from redis import Redis
 from rq import Queue, Repeat
 from rq.job import Job
 
-from producer.jobs import FILES, place, storage_of
+from producer.jobs import FILES, REDIS, place, storage_of
 from producer.rqqueue import FOREVER, keep_going
 from producer.rqworker import SteadyWorker
 from producer.webhook import WebhookSettings
 from tokenmill.cli.console import warn_of_variables
+from tokenmill.protocol.connection import DEFAULT_URL
 
 
 class Chore(NamedTuple):
@@ -53,6 +55,7 @@ class ClerkWorker(SteadyWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_environment(os.environ)
         super().__init__(*args, **kwargs)
+        warn_of_another_redis(os.environ, self.connection)
         self.worker_ttl = min(self.worker_ttl, 25)
         self.job_monitoring_interval = min(self.job_monitoring_interval, 10)
         self.maintenance_interval = min(self.maintenance_interval, 10)
@@ -87,6 +90,20 @@ def check_environment(environ: Mapping[str, str]) -> None:
     except ValueError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def warn_of_another_redis(environ: Mapping[str, str], connection: Redis) -> None:
+    """Print a warning on stderr if RQ has a Redis of its own and no variable names that of the tokenmill queue."""
+    if environ.get(REDIS):
+        return
+    given = connection.get_connection_kwargs()
+    host, port, database = given.get("host") or given.get("path"), given.get("port") or 6379, given.get("db") or 0
+    if (host, port, database) not in {("localhost", 6379, 0), ("127.0.0.1", 6379, 0)}:
+        print(
+            f"warning: {REDIS} is not set, so the clerk serves the tokenmill queue at {DEFAULT_URL}, although RQ has "
+            f"another Redis; if the queue is there, set {REDIS} to the same URL",
+            file=sys.stderr,
+        )
 
 
 def keep_chore(queue: Queue, chore: Chore) -> None:

@@ -75,7 +75,8 @@ def _from_command_line(context: typer.Context, parameter: typer.CallbackParam, v
 def _parameter(name: str, info: FieldInfo) -> inspect.Parameter:
     """Make the command's parameter of a field; its default is None, since pydantic alone knows defaults and ranges."""
     flag = info.annotation is bool
-    names = f"{option(name)}/--no-{option(name)[2:]}" if flag else option(name)
+    negatable = flag and not name.startswith("no_")
+    names = f"{option(name)}/--no-{option(name)[2:]}" if negatable else option(name)
     spec = typer.Option(
         names,
         envvar=variable(name),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 
 import pytest
 
 from producer.gateway.settings import GatewaySettings
+from tokenmill.cli.options import take_options
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +33,16 @@ def test_without_keys_no_other_address_is_allowed_unless_no_auth_is_given(host: 
 def test_keys_and_no_auth_together_are_refused() -> None:
     with pytest.raises(ValueError, match="not both"):
         GatewaySettings.of({"api_keys": "keys", "no_auth": True})
+
+
+def test_no_option_is_negated_twice() -> None:
+    def command() -> None: ...
+
+    take_options(command, GatewaySettings)
+    parameters = inspect.signature(command).parameters.values()
+    names = [parameter.annotation.__metadata__[0].default for parameter in parameters]
+    assert "--no-auth" in names
+    assert "--no-no-" not in " ".join(names)
 
 
 def test_variables_are_read_and_options_take_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
