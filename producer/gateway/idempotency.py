@@ -108,6 +108,4 @@ async def forget(gateway: Gateway, key: IdempotencyKey) -> None:
 
 def reused() -> ApiError:
     """Return the error of a key that was used for another request."""
-    return ApiError(
-        409, f"The {HEADER} was used for another request; send a new key.", code="idempotency_key_reused", retry=False
-    )
+    return ApiError(409, f"The {HEADER} was used for another request; send a new key.", code="idempotency_key_reused")

@@ -82,7 +82,7 @@ async def submit(gateway: Gateway, order: Order) -> Charge | None:
             raise
     except JobExists:
         if key is None:
-            raise ApiError(409, f"Job {entry.id} exists already.", code="job_exists", retry=False) from None
+            raise ApiError(409, f"Job {entry.id} exists already.", code="job_exists") from None
         found = await gateway.client.lookup(entry.id, timeout=REDIS_SECONDS, with_result=False)
         if found.tenant != entry.tenant:
             raise reused() from None
