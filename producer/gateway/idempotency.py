@@ -1,7 +1,7 @@
 """`Idempotency-Key`: a repeated POST is the same job.
 
     key = idempotency_key(request, caller, body)     # None without the header
-    first = await begin(gateway, key, key.id)        # ApiError 409: the key was used for another request
+    use = await begin(gateway, key, key.id)          # ApiError 409: the key was used for another request
     await forget(gateway, key)                       # nothing came of the request
 
 The id of the job is a hash of tenant and key. A fingerprint of the request lies in Redis for a day from its last use.
@@ -10,6 +10,7 @@ The id of the job is a hash of tenant and key. A fingerprint of the request lies
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -38,6 +39,15 @@ class IdempotencyKey(NamedTuple):
     """Identifies method, path and body."""
 
 
+class Use(NamedTuple):
+    """A use of a key."""
+
+    first: bool
+    """Whether it is the first use, as it is without a key."""
+    begun_at: int
+    """Unix time in seconds of the first use."""
+
+
 def idempotency_key(request: Request, caller: Caller, body: Mapping[str, Any]) -> IdempotencyKey | None:
     """Return the idempotency key of a request; None if it has none.
 
@@ -58,28 +68,32 @@ def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-async def begin(gateway: Gateway, key: IdempotencyKey, job_id: str) -> bool:
-    """Note the use of a key for a job; return whether it is the first use.
+async def begin(gateway: Gateway, key: IdempotencyKey | None, job_id: str) -> Use:
+    """Note the use of a key for a job.
 
     Raises:
         ApiError: 409: the key was used for another request, or the job is of an unknown request; 503: Redis is away.
     """
+    now = int(time.time())
+    if key is None:
+        return Use(True, now)
     keys, redis = gateway.client.keys, gateway.client.redis
     name = keys.idempotency(key.id)
     async with gateway.redis_limit():
         pipe = redis.pipeline(transaction=True)
-        pipe.set(name, key.fingerprint, nx=True, ex=TTL_S)
+        pipe.set(name, f"{key.fingerprint}:{now}", nx=True, ex=TTL_S)
         pipe.get(name)
         pipe.exists(keys.job(job_id), keys.result(job_id), keys.delayed_job(job_id))
         first, known, exists = await pipe.execute()
         if first and exists:  # the fingerprint has expired, or the job was never one of this key
             await redis.delete(name)
             raise reused()
-        if known is None or known.decode() != key.fingerprint:
+        fingerprint, _, begun_at = (known or b"").decode().partition(":")
+        if fingerprint != key.fingerprint:
             raise reused()
         if not first:
             await redis.expire(name, TTL_S)
-    return bool(first)
+    return Use(bool(first), int(begun_at or now))
 
 
 async def current_id(gateway: Gateway, key: IdempotencyKey, unanswered: Callable[[Result], bool]) -> str:

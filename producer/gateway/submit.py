@@ -12,7 +12,7 @@ from typing import Any, Final
 from starlette.requests import Request
 
 from producer.gateway.gateway import REDIS_SECONDS, Gateway
-from producer.gateway.idempotency import IdempotencyKey, begin, forget, reused
+from producer.gateway.idempotency import IdempotencyKey, forget, reused
 from producer.gateway.keys import Caller
 from producer.gateway.rates import Charge, estimate
 from tokenmill.client.core import entry_of
@@ -92,8 +92,3 @@ async def submit(gateway: Gateway, order: Order) -> Charge | None:
             await forget(gateway, key)
         raise
     return charge
-
-
-async def first_use(gateway: Gateway, key: IdempotencyKey | None, job_id: str) -> bool:
-    """Note the use of an Idempotency-Key; return whether it is the first, as it is without a key."""
-    return key is None or await begin(gateway, key, job_id)
