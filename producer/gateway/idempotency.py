@@ -2,7 +2,7 @@
 
     key = idempotency_key(request, caller, body)     # None without the header
     use = await begin(gateway, key, key.id)          # ApiError 409: the key was used for another request
-    await forget(gateway, key)                       # nothing came of the request
+    await forget(gateway, key, key.id)               # nothing came of the request
 
 The id of the job is a hash of tenant and key. A fingerprint of the request lies in Redis for a day from its last use.
 """
@@ -21,6 +21,7 @@ from producer.gateway.gateway import Gateway
 from producer.gateway.keys import Caller
 from producer.generations import generation_ids, generation_keys, is_over
 from tokenmill.openai.errors import ApiError
+from tokenmill.protocol.keys import Keys
 from tokenmill.protocol.result import Result
 
 HEADER: Final = "Idempotency-Key"
@@ -83,7 +84,7 @@ async def begin(gateway: Gateway, key: IdempotencyKey | None, job_id: str) -> Us
         pipe = redis.pipeline(transaction=True)
         pipe.set(name, f"{key.fingerprint}:{now}", nx=True, ex=TTL_S)
         pipe.get(name)
-        pipe.exists(keys.job(job_id), keys.result(job_id), keys.delayed_job(job_id))
+        pipe.exists(*_traces(keys, job_id))
         first, known, exists = await pipe.execute()
         if first and exists:  # the fingerprint has expired, or the job was never one of this key
             await redis.delete(name)
@@ -110,14 +111,21 @@ async def current_id(gateway: Gateway, key: IdempotencyKey, unanswered: Callable
     raise RuntimeError("unreachable")
 
 
-async def forget(gateway: Gateway, key: IdempotencyKey) -> None:
-    """Let the key be used for another request: this one was refused, and has no job.
+async def forget(gateway: Gateway, key: IdempotencyKey, job_id: str) -> None:
+    """Let the key be used for another request: this one was refused. If an equal one has made the job, the key stays.
 
     Raises:
         ApiError: 503: Redis is away; the key stays.
     """
+    keys, redis = gateway.client.keys, gateway.client.redis
     async with gateway.redis_limit():
-        await gateway.client.redis.delete(gateway.client.keys.idempotency(key.id))
+        if not await redis.exists(*_traces(keys, job_id)):
+            await redis.delete(keys.idempotency(key.id))
+
+
+def _traces(keys: Keys, job_id: str) -> list[str]:
+    """Return the keys of which a job has one from its submit until its result expires."""
+    return [keys.job(job_id), keys.result(job_id), keys.delayed_job(job_id)]
 
 
 def reused() -> ApiError:

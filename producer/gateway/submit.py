@@ -89,6 +89,6 @@ async def submit(gateway: Gateway, order: Order) -> Charge | None:
         return None
     except (EnqueueRefused, ApiError):
         if key is not None and order.first:
-            await forget(gateway, key)
+            await forget(gateway, key, entry.id)
         raise
     return charge

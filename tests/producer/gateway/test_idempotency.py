@@ -18,6 +18,7 @@ from tests.producer.gateway.streams import CHAT, JOBS, Call, chat, metric, texts
 from tests.support import RedisServer, eventually
 from tests.tokenmill.mini import Queue
 from tokenmill.client.patience import WaitTimeout
+from tokenmill.openai.errors import ApiError
 from tokenmill.protocol.connection import command_client
 from tokenmill.protocol.keys import Keys
 
@@ -115,6 +116,34 @@ def test_a_refused_request_does_not_use_its_key_up(shared_stack: Stack, gateway:
     finally:
         redis.hdel(meta, "max_depth", "max_per_tenant")
     assert repeated(gateway, JOBS, BODY, key).status == 202
+
+
+def test_a_request_that_is_refused_beside_an_equal_one_leaves_the_key_to_the_job_of_that_one(
+    redis_server: RedisServer,
+) -> None:
+    queue = Queue(redis_server.url, command_client(redis_server.url), Keys(f"beside-{secrets.token_hex(6)}"))
+
+    async def test() -> None:
+        async with served(queue) as (client, gateway):
+            admit, reached, refuse = gateway.rates.admit, asyncio.Event(), asyncio.Event()
+
+            async def refused(*_: Any) -> Any:
+                gateway.rates.admit = admit  # type: ignore[method-assign]
+                reached.set()
+                await refuse.wait()
+                raise ApiError(429, "a rate is reached")
+
+            gateway.rates.admit = refused  # type: ignore[method-assign]
+            first = asyncio.create_task(client.post(JOBS, json=BODY, headers={"idempotency-key": "k"}))
+            await reached.wait()
+            made = await client.post(JOBS, json=BODY, headers={"idempotency-key": "k"})
+            refuse.set()
+            assert ((await first).status_code, made.status_code) == (429, 202)
+            again = await client.post(JOBS, json=BODY, headers={"idempotency-key": "k"})
+            assert (again.status_code, again.json()) == (202, made.json())
+
+    asyncio.run(test())
+    queue.redis.close()
 
 
 @pytest.mark.parametrize("key", ["", " ", "x" * 256])
