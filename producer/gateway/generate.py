@@ -13,7 +13,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Final
 
-from redis.exceptions import RedisError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -128,13 +127,12 @@ class _Work:
             self.entry = replace(self.entry, id=await current_id(gateway, key, _unanswered))
         self._created = use.begun_at
         order = Order(self.caller, self.entry, self._body, self.caller.lane, key=key, first=use.first)
-        self._job, self._request.state.job_id = gateway.client.job(self.entry.id), self.entry.id
+        self._job, self._request.state.job_id = AsyncJob(gateway.client, self.entry.id, known=True), self.entry.id
         try:
             self._charge = await submit(gateway, order)
         except (EnqueueRefused, ApiError):
             self._job = self._request.state.job_id = None
             raise
-        self._job = AsyncJob(gateway.client, self.entry.id, known=True)
 
     @property
     def job(self) -> AsyncJob:
@@ -200,7 +198,7 @@ class _Work:
             raise ApiError(500, message, code="text_restarted") from None
         except JobLost:
             raise _lost(self.job.id) from None
-        except (RedisError, TimeoutError):
+        except Exception:
             self.fail()
             raise
         if chunks.error is not None:

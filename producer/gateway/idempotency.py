@@ -49,17 +49,27 @@ class Use(NamedTuple):
     """Unix time in seconds of the first use."""
 
 
-def idempotency_key(request: Request, caller: Caller, body: Mapping[str, Any]) -> IdempotencyKey | None:
-    """Return the idempotency key of a request; None if it has none.
+def header_key(request: Request) -> str | None:
+    """Return the idempotency key of a request as its client sent it; None if it has none.
 
     Raises:
         ApiError: 400 for a malformed key.
     """
     key = request.headers.get(HEADER)
+    if key is not None and (not key.strip() or len(key) > LONGEST):
+        raise ApiError(400, f"{HEADER} must have 1 to {LONGEST} characters.")
+    return key
+
+
+def idempotency_key(request: Request, caller: Caller, body: Mapping[str, Any]) -> IdempotencyKey | None:
+    """Return the idempotency key of a request as hashes; None if it has none.
+
+    Raises:
+        ApiError: 400 for a malformed key.
+    """
+    key = header_key(request)
     if key is None:
         return None
-    if not key.strip() or len(key) > LONGEST:
-        raise ApiError(400, f"{HEADER} must have 1 to {LONGEST} characters.")
     canonical = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
     what = f"{request.method} {request.url.path}\n".encode() + canonical
     return IdempotencyKey(_hash(orjson.dumps([caller.tenant, key])), _hash(what))

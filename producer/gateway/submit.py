@@ -1,6 +1,7 @@
 """Put the job of a request into the queue, with its rates and its Idempotency-Key.
 
-charge = await submit(gateway, caller, entry, priority, tokens=estimate(body), key=key)
+use = await begin(gateway, key, entry.id)
+charge = await submit(gateway, Order(caller, entry, body, caller.lane, key=key, first=use.first))
 """
 
 from __future__ import annotations

@@ -125,15 +125,16 @@ def test_a_request_that_is_refused_beside_an_equal_one_leaves_the_key_to_the_job
 
     async def test() -> None:
         async with served(queue) as (client, gateway):
-            admit, reached, refuse = gateway.rates.admit, asyncio.Event(), asyncio.Event()
+            rates: Any = gateway.rates
+            admit, reached, refuse = rates.admit, asyncio.Event(), asyncio.Event()
 
             async def refused(*_: Any) -> Any:
-                gateway.rates.admit = admit  # type: ignore[method-assign]
+                rates.admit = admit
                 reached.set()
                 await refuse.wait()
                 raise ApiError(429, "a rate is reached")
 
-            gateway.rates.admit = refused  # type: ignore[method-assign]
+            rates.admit = refused
             first = asyncio.create_task(client.post(JOBS, json=BODY, headers={"idempotency-key": "k"}))
             await reached.wait()
             made = await client.post(JOBS, json=BODY, headers={"idempotency-key": "k"})
