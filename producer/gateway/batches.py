@@ -20,16 +20,14 @@ from producer.files.rqjobs import enqueue_batch
 from producer.files.storage import Bucket
 from producer.gateway.files import default_ttl
 from producer.gateway.gateway import Gateway
+from producer.gateway.idempotency import header_key
 from producer.gateway.redis_watch import PING_SECONDS
 from producer.gateway.requests import caller_of, gateway_of, read_json
 from producer.gateway.storing import page_of, storage_of, stored
-from tokenmill.openai.errors import ApiError
 from tokenmill.protocol.connection import command_client, ends_by
 
 MAX_LIST: Final = 100
 DEFAULT_LIST: Final = 20
-MAX_KEY: Final = 255
-"""Maximum length of an idempotency key."""
 
 log = structlog.get_logger()
 
@@ -38,9 +36,7 @@ async def post_batch(request: Request) -> Response:
     """Create a batch, and an RQ job that runs it."""
     gateway, storage, tenant = gateway_of(request), storage_of(request), caller_of(request).tenant
     gateway.require_redis()
-    key = request.headers.get("idempotency-key")
-    if key is not None and not 1 <= len(key) <= MAX_KEY:
-        raise ApiError(400, f"Idempotency-Key: must have 1 to {MAX_KEY} characters")
+    key = header_key(request)
     body = await read_json(request)
     more: dict[str, Any] = {"root": gateway.client.keys.root, "ttl_s": default_ttl(gateway.settings), "key": key}
     made = await stored(create_batch, storage, tenant, body, **more)

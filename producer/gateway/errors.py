@@ -31,7 +31,7 @@ def api_error(error: BaseException) -> ApiError | None:
         case JobError():
             return error_of_job_error(error)
         case JobExists():
-            return ApiError(409, str(error), code="job_exists", retry=False)
+            return ApiError(409, str(error), code="job_exists")
         case QueueFull():
             return ApiError(429, str(error), code="queue_full", retry_after=FULL_SECONDS)
         case QuotaExceeded():

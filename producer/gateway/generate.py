@@ -13,18 +13,17 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Final
 
-from redis.exceptions import RedisError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from producer.gateway.idempotency import current_id, idempotency_key
+from producer.gateway.idempotency import begin, current_id, idempotency_key
 from producer.gateway.inflight import Claim, End, Interrupted
 from producer.gateway.rates import Charge, used
 from producer.gateway.requests import caller_of, gateway_of, read_json
 from producer.gateway.responses import JsonResponse, shutting_down
 from producer.gateway.sse import DONE, EventStream, Frames, data_frame
-from producer.gateway.submit import CANCEL_S, UNKNOWN, Order, entry_for, first_use, submit
+from producer.gateway.submit import CANCEL_S, UNKNOWN, Order, entry_for, submit
 from tokenmill.client.core import JobLost
 from tokenmill.client.follow import TextRestarted
 from tokenmill.client.handles import AsyncJob
@@ -112,6 +111,8 @@ class _Work:
         self._tokens = 0
         """Tokens that were received."""
         self._begun = time.monotonic()
+        self._created = 0
+        """Unix time in seconds of the answer: that of the first request with the same Idempotency-Key."""
 
     # ── the job ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -121,17 +122,17 @@ class _Work:
         gateway.require_redis()
         await gateway.workers.require(self._body.get("model"))
         self._claim = await gateway.inflight.claim(self.entry.id if key is None else key.id)
-        first = await first_use(gateway, key, self.entry.id if key is None else key.id)
+        use = await begin(gateway, key, self.entry.id if key is None else key.id)
         if key is not None:
             self.entry = replace(self.entry, id=await current_id(gateway, key, _unanswered))
-        order = Order(self.caller, self.entry, self._body, self.caller.lane, key=key, first=first)
-        self._job, self._request.state.job_id = gateway.client.job(self.entry.id), self.entry.id
+        self._created = use.begun_at
+        order = Order(self.caller, self.entry, self._body, self.caller.lane, key=key, first=use.first)
+        self._job, self._request.state.job_id = AsyncJob(gateway.client, self.entry.id, known=True), self.entry.id
         try:
             self._charge = await submit(gateway, order)
         except (EnqueueRefused, ApiError):
             self._job = self._request.state.job_id = None
             raise
-        self._job = AsyncJob(gateway.client, self.entry.id, known=True)
 
     @property
     def job(self) -> AsyncJob:
@@ -153,7 +154,7 @@ class _Work:
             await self.place()
         if not result.ok:
             raise error_of(result)
-        return JsonResponse(_ANSWERS[self._url](self.job.id, result, int(time.time())))
+        return JsonResponse(_ANSWERS[self._url](self.job.id, result, self._created))
 
     async def stream(self) -> Response:
         """Wait for the first text, or the end; return the answer.
@@ -177,7 +178,7 @@ class _Work:
             self.job.id,
             model=self._body.get("model", ""),
             include_usage=self.streaming.include_usage,
-            created=int(time.time()),
+            created=self._created,
         )
         try:
             while not chunks.done:
@@ -197,7 +198,7 @@ class _Work:
             raise ApiError(500, message, code="text_restarted") from None
         except JobLost:
             raise _lost(self.job.id) from None
-        except (RedisError, TimeoutError):
+        except Exception:
             self.fail()
             raise
         if chunks.error is not None:

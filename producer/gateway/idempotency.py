@@ -1,8 +1,8 @@
 """`Idempotency-Key`: a repeated POST is the same job.
 
     key = idempotency_key(request, caller, body)     # None without the header
-    first = await begin(gateway, key, key.id)        # ApiError 409: the key was used for another request
-    await forget(gateway, key)                       # nothing came of the request
+    use = await begin(gateway, key, key.id)          # ApiError 409: the key was used for another request
+    await forget(gateway, key, key.id)               # nothing came of the request
 
 The id of the job is a hash of tenant and key. A fingerprint of the request lies in Redis for a day from its last use.
 """
@@ -10,6 +10,7 @@ The id of the job is a hash of tenant and key. A fingerprint of the request lies
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -20,6 +21,7 @@ from producer.gateway.gateway import Gateway
 from producer.gateway.keys import Caller
 from producer.generations import generation_ids, generation_keys, is_over
 from tokenmill.openai.errors import ApiError
+from tokenmill.protocol.keys import Keys
 from tokenmill.protocol.result import Result
 
 HEADER: Final = "Idempotency-Key"
@@ -38,17 +40,36 @@ class IdempotencyKey(NamedTuple):
     """Identifies method, path and body."""
 
 
-def idempotency_key(request: Request, caller: Caller, body: Mapping[str, Any]) -> IdempotencyKey | None:
-    """Return the idempotency key of a request; None if it has none.
+class Use(NamedTuple):
+    """A use of a key."""
+
+    first: bool
+    """Whether it is the first use, as it is without a key."""
+    begun_at: int
+    """Unix time in seconds of the first use."""
+
+
+def header_key(request: Request) -> str | None:
+    """Return the idempotency key of a request as its client sent it; None if it has none.
 
     Raises:
         ApiError: 400 for a malformed key.
     """
     key = request.headers.get(HEADER)
+    if key is not None and (not key.strip() or len(key) > LONGEST):
+        raise ApiError(400, f"{HEADER} must have 1 to {LONGEST} characters.")
+    return key
+
+
+def idempotency_key(request: Request, caller: Caller, body: Mapping[str, Any]) -> IdempotencyKey | None:
+    """Return the idempotency key of a request as hashes; None if it has none.
+
+    Raises:
+        ApiError: 400 for a malformed key.
+    """
+    key = header_key(request)
     if key is None:
         return None
-    if not key.strip() or len(key) > LONGEST:
-        raise ApiError(400, f"{HEADER} must have 1 to {LONGEST} characters.")
     canonical = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
     what = f"{request.method} {request.url.path}\n".encode() + canonical
     return IdempotencyKey(_hash(orjson.dumps([caller.tenant, key])), _hash(what))
@@ -58,28 +79,32 @@ def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-async def begin(gateway: Gateway, key: IdempotencyKey, job_id: str) -> bool:
-    """Note the use of a key for a job; return whether it is the first use.
+async def begin(gateway: Gateway, key: IdempotencyKey | None, job_id: str) -> Use:
+    """Note the use of a key for a job.
 
     Raises:
         ApiError: 409: the key was used for another request, or the job is of an unknown request; 503: Redis is away.
     """
+    now = int(time.time())
+    if key is None:
+        return Use(True, now)
     keys, redis = gateway.client.keys, gateway.client.redis
     name = keys.idempotency(key.id)
     async with gateway.redis_limit():
         pipe = redis.pipeline(transaction=True)
-        pipe.set(name, key.fingerprint, nx=True, ex=TTL_S)
+        pipe.set(name, f"{key.fingerprint}:{now}", nx=True, ex=TTL_S)
         pipe.get(name)
-        pipe.exists(keys.job(job_id), keys.result(job_id), keys.delayed_job(job_id))
+        pipe.exists(*_traces(keys, job_id))
         first, known, exists = await pipe.execute()
         if first and exists:  # the fingerprint has expired, or the job was never one of this key
             await redis.delete(name)
             raise reused()
-        if known is None or known.decode() != key.fingerprint:
+        fingerprint, _, begun_at = (known or b"").decode().partition(":")
+        if fingerprint != key.fingerprint:
             raise reused()
         if not first:
             await redis.expire(name, TTL_S)
-    return bool(first)
+    return Use(bool(first), int(begun_at or now))
 
 
 async def current_id(gateway: Gateway, key: IdempotencyKey, unanswered: Callable[[Result], bool]) -> str:
@@ -96,18 +121,23 @@ async def current_id(gateway: Gateway, key: IdempotencyKey, unanswered: Callable
     raise RuntimeError("unreachable")
 
 
-async def forget(gateway: Gateway, key: IdempotencyKey) -> None:
-    """Let the key be used for another request: this one was refused, and has no job.
+async def forget(gateway: Gateway, key: IdempotencyKey, job_id: str) -> None:
+    """Let the key be used for another request: this one was refused. If an equal one has made the job, the key stays.
 
     Raises:
         ApiError: 503: Redis is away; the key stays.
     """
+    keys, redis = gateway.client.keys, gateway.client.redis
     async with gateway.redis_limit():
-        await gateway.client.redis.delete(gateway.client.keys.idempotency(key.id))
+        if not await redis.exists(*_traces(keys, job_id)):
+            await redis.delete(keys.idempotency(key.id))
+
+
+def _traces(keys: Keys, job_id: str) -> list[str]:
+    """Return the keys of which a job has one from its submit until its result expires."""
+    return [keys.job(job_id), keys.result(job_id), keys.delayed_job(job_id)]
 
 
 def reused() -> ApiError:
     """Return the error of a key that was used for another request."""
-    return ApiError(
-        409, f"The {HEADER} was used for another request; send a new key.", code="idempotency_key_reused", retry=False
-    )
+    return ApiError(409, f"The {HEADER} was used for another request; send a new key.", code="idempotency_key_reused")

@@ -18,14 +18,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from producer.gateway.gateway import Gateway
-from producer.gateway.idempotency import IdempotencyKey, idempotency_key
+from producer.gateway.idempotency import IdempotencyKey, begin, idempotency_key
 from producer.gateway.inflight import End, Interrupted
 from producer.gateway.keys import Caller
 from producer.gateway.redis_watch import REDIS_SECONDS
 from producer.gateway.requests import caller_of, gateway_of, read_json
 from producer.gateway.responses import JsonResponse, job_not_found
 from producer.gateway.sse import EventStream, Frames, event_frame, named_error_frame
-from producer.gateway.submit import CANCEL_S, UNKNOWN, Order, entry_for, first_use, submit
+from producer.gateway.submit import CANCEL_S, UNKNOWN, Order, entry_for, submit
 from tokenmill.client.core import JobLost
 from tokenmill.client.follow import check_event_id
 from tokenmill.client.handles import AsyncJob
@@ -71,7 +71,8 @@ async def submit_job(request: Request) -> Response:
     gateway.require_redis()
     await gateway.workers.require(order.body.get("model"), wait=False)
     try:
-        await submit(gateway, replace(order, first=await first_use(gateway, key, job_id)))
+        use = await begin(gateway, key, job_id)
+        await submit(gateway, replace(order, first=use.first))
     except (RedisError, TimeoutError):
         if key is None and not own_id:
             gateway.inflight.cancel(job_id, gateway.client.job(job_id), UNKNOWN, CANCEL_S)

@@ -165,7 +165,7 @@ class Origins:
         await self.app(scope, receive, send)
 
     def _check(self, headers: Headers) -> None:
-        host, origin = headers.get("host", ""), headers.get("origin")
+        host, origin = headers.get("host", "localhost"), headers.get("origin")  # pages always send it, HTTP/1.0 may not
         if self.loopback and not _is_loopback(host):
             raise ApiError(
                 403,

@@ -110,10 +110,9 @@ class EventStream(Response):
     async def _pump(self, line: _Line) -> None:
         try:
             if self._first:
-                await line.send_frame(self._first)
+                await self._send(line, self._first)
             async for frame in self._frames:
-                with self._inflight.answers.sent(len(frame)):
-                    await line.send_frame(frame)
+                await self._send(line, frame)
         except Interrupted:
             raise
         except Exception as error:  # the status code is sent: the client gets an event
@@ -121,6 +120,10 @@ class EventStream(Response):
             if known is None:
                 log.error("stream_failed", exc_info=error)
             await line.send_frame(self._failure(known or internal_error()))
+
+    async def _send(self, line: _Line, frame: bytes) -> None:
+        with self._inflight.answers.sent(len(frame)):
+            await line.send_frame(frame)
 
 
 async def _finish(line: _Line, frame: bytes) -> None:

@@ -1,6 +1,7 @@
 """Put the job of a request into the queue, with its rates and its Idempotency-Key.
 
-charge = await submit(gateway, caller, entry, priority, tokens=estimate(body), key=key)
+use = await begin(gateway, key, entry.id)
+charge = await submit(gateway, Order(caller, entry, body, caller.lane, key=key, first=use.first))
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Final
 from starlette.requests import Request
 
 from producer.gateway.gateway import Gateway
-from producer.gateway.idempotency import IdempotencyKey, begin, forget, reused
+from producer.gateway.idempotency import IdempotencyKey, forget, reused
 from producer.gateway.keys import Caller
 from producer.gateway.rates import Charge, estimate
 from producer.gateway.redis_watch import REDIS_SECONDS
@@ -77,7 +78,7 @@ async def submit(gateway: Gateway, order: Order) -> Charge | None:
             return await _submit(gateway, order)
     except JobExists:
         if key is None:
-            raise ApiError(409, f"Job {entry.id} exists already.", code="job_exists", retry=False) from None
+            raise ApiError(409, f"Job {entry.id} exists already.", code="job_exists") from None
         async with gateway.redis.limit():
             found = await gateway.client.lookup(entry.id, timeout=REDIS_SECONDS, with_result=False)
         if found.tenant != entry.tenant:
@@ -85,7 +86,7 @@ async def submit(gateway: Gateway, order: Order) -> Charge | None:
         return None
     except (EnqueueRefused, ApiError):
         if key is not None and order.first:
-            await forget(gateway, key)
+            await forget(gateway, key, entry.id)
         raise
 
 
@@ -97,8 +98,3 @@ async def _submit(gateway: Gateway, order: Order) -> Charge:
         gateway.spawn(gateway.rates.settle(charge, 0), "settle_rate")
         raise
     return charge
-
-
-async def first_use(gateway: Gateway, key: IdempotencyKey | None, job_id: str) -> bool:
-    """Note the use of an Idempotency-Key; return whether it is the first, as it is without a key."""
-    return key is None or await begin(gateway, key, job_id)

@@ -51,8 +51,9 @@ def status_steps(keys: Keys, job_id: str, deadline: Deadline) -> Once[JobStatus]
 def workers_steps(keys: Keys, roster: Roster, deadline: Deadline) -> Once[tuple[WorkerInfo, ...]]:
     """Read the live workers of the queue, ordered by name."""
     (reply,) = yield Run([workers_call(keys, roster.known)], deadline, BRIEF_S)
-    if not reply and roster.may_scan():
+    if not reply and roster.begin_scan():
         found = yield Scan(keys.worker("*"), deadline)
+        roster.end_scan()
         if found:
             (reply,) = yield Run([workers_call(keys, found)], deadline, BRIEF_S)
     return workers_reply(keys, reply, roster)

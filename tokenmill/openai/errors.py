@@ -43,7 +43,7 @@ class ApiError(TokenmillError):
         code: OpenAI's machine-readable code, such as `model_not_found`; by default that of the status code.
         param: the wrong key of the request.
         retry_after: seconds after which the same request may succeed; sent as `Retry-After`, rounded up.
-        retry: False tells clients not to repeat the request, where the status code alone would make them.
+        retry: False tells clients not to repeat the request, where the status code alone would make them; so does 409.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ApiError(TokenmillError):
     ) -> None:
         self.status, self.message, self.param = status, message, param
         self.code = _DEFAULTS.get(status) if code is None else code
-        self.retry_after, self.retry = retry_after, retry
+        self.retry_after, self.retry = retry_after, retry and status != 409
         super().__init__(message)
 
     @property
@@ -86,7 +86,7 @@ class ApiError(TokenmillError):
 def error_of(result: Result) -> ApiError:
     """Return the error for a job that did not succeed. Clients should not repeat what the queue has retried already."""
     if result.status is Status.CANCELLED:
-        return ApiError(409, _cancelled(result), code="cancelled", retry=False)
+        return ApiError(409, _cancelled(result), code="cancelled")
     if result.status is Status.EXPIRED:
         message = result.error.message if result.error else "The job's time to live ran out."
         return ApiError(504, message, code="timeout")

@@ -1,8 +1,8 @@
 """The live workers of a queue, as each publishes itself in `worker:<name>`: the call that reads them, without I/O.
 
 The script finds the workers as consumers of the lanes, so its cost depends on the number of workers and not on the
-number of keys in Redis. Only where it finds no live worker, the keyspace is scanned, at most once in `SCAN_S`: a worker
-that may not create its consumer becomes a consumer with the first entry that it reads.
+number of keys in Redis. Only where it finds no live worker, the keyspace is scanned now and then: a worker that may not
+create its consumer becomes a consumer with the first entry that it reads.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from tokenmill.protocol.calls import Call
 from tokenmill.protocol.keys import GROUP, Keys
 from tokenmill.protocol.lua import encode
 
-SCAN_S: Final = 60.0
+SCAN_S: Final = 5.0
 """Minimum number of seconds between two scans of the keyspace by one client."""
+SCAN_SHARE: Final = 0.01
+"""Maximum share of the time in which a client scans."""
+FAILED_S: Final = 60.0
+"""Seconds between a scan that failed, perhaps since it took too long, and the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +44,20 @@ class Roster:
 
     def __init__(self) -> None:
         self.known: tuple[bytes, ...] = ()
-        self._scan_from = 0.0
+        self._began = self._scan_from = 0.0
 
-    def may_scan(self) -> bool:
-        """Return whether the keyspace may be scanned now; each True starts a pause of `SCAN_S`."""
+    def begin_scan(self) -> bool:
+        """Return whether the keyspace may be scanned now; a scan then has begun, and `end_scan` is called after it."""
         now = time.monotonic()
         if now < self._scan_from:
             return False
-        self._scan_from = now + SCAN_S
+        self._began, self._scan_from = now, now + FAILED_S
         return True
+
+    def end_scan(self) -> None:
+        """Note that the scan has succeeded."""
+        now = time.monotonic()
+        self._scan_from = now + max(SCAN_S, (now - self._began) / SCAN_SHARE)
 
 
 def workers_call(keys: Keys, known: Sequence[bytes]) -> Call:

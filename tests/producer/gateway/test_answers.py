@@ -55,7 +55,9 @@ def test_a_result_without_room_is_refused_and_is_there_later(queue: Queue) -> No
     asyncio.run(test())
 
 
-def test_a_large_event_without_room_ends_its_stream_with_an_error() -> None:
+@pytest.mark.parametrize("taken", [True, False], ids=["the first event", "a later event"])
+def test_a_large_event_without_room_ends_its_stream_with_an_error(taken: bool) -> None:
+    large = b"data: " + b"x" * LARGE_BYTES + b"\n\n"
     sent: list[bytes] = []
 
     async def send(message: Any) -> None:
@@ -65,18 +67,20 @@ def test_a_large_event_without_room_ends_its_stream_with_an_error() -> None:
         await asyncio.Event().wait()
 
     async def frames() -> Any:
-        yield b"data: small\n\n"
-        yield b"data: " + b"x" * LARGE_BYTES + b"\n\n"
+        if not taken:
+            yield b"data: small\n\n"
+            yield large
         yield DONE
 
     async def test() -> None:
         inflight = InFlight(asyncio.Event())
         with inflight.answers.sent(answers.MAX_BYTES):
-            await EventStream(frames(), inflight, on_end=lambda _: None)({"type": "http"}, receive, send)
+            stream = EventStream(frames(), inflight, first=large if taken else b"", on_end=lambda _: None)
+            await stream({"type": "http"}, receive, send)
 
     asyncio.run(test())
     body = b"".join(sent)
-    assert body.startswith(b"data: small\n\n")
+    assert body.startswith(b"data: small\n\n") or taken
     assert b'"code":"overloaded"' in body
     assert b"xxx" not in body
     assert DONE not in body

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.producer.gateway.streams import CHAT, JOBS, Call, chat, metric, texts
 from tests.support import RedisServer, eventually
 from tests.tokenmill.mini import Queue
 from tokenmill.client.patience import WaitTimeout
+from tokenmill.openai.errors import ApiError
 from tokenmill.protocol.connection import command_client
 from tokenmill.protocol.keys import Keys
 
@@ -51,12 +53,15 @@ def test_the_same_post_of_a_job_is_the_same_job_also_after_its_end(gateway: Gate
         assert answer.headers["x-request-id"] == first.json["id"]
 
 
-def test_the_same_answer_comes_again_without_a_second_job(gateway: GatewayProcess, key: str) -> None:
-    answers = [repeated(gateway, CHAT, chat("again"), key) for _ in range(3)]
-    assert [answer.status for answer in answers] == [200, 200, 200]
-    assert len({answer.headers["x-request-id"] for answer in answers}) == 1
-    first, *others = [{**answer.json, "created": 0} for answer in answers]
-    assert others == [first, first]
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_same_answer_comes_again_without_a_second_job(gateway: GatewayProcess, key: str, stream: bool) -> None:
+    body = chat("again", stream=stream)
+    first = repeated(gateway, CHAT, body, key)
+    begun = int(time.time())
+    eventually(lambda: time.time() >= begun + 1)
+    again = repeated(gateway, CHAT, body, key)
+    assert (first.status, first.body) == (200, again.body)
+    assert again.headers["x-request-id"] == first.headers["x-request-id"]
 
 
 def test_the_same_stream_comes_again_from_its_beginning(gateway: GatewayProcess, key: str) -> None:
@@ -111,6 +116,35 @@ def test_a_refused_request_does_not_use_its_key_up(shared_stack: Stack, gateway:
     finally:
         redis.hdel(meta, "max_depth", "max_per_tenant")
     assert repeated(gateway, JOBS, BODY, key).status == 202
+
+
+def test_a_request_that_is_refused_beside_an_equal_one_leaves_the_key_to_the_job_of_that_one(
+    redis_server: RedisServer,
+) -> None:
+    queue = Queue(redis_server.url, command_client(redis_server.url), Keys(f"beside-{secrets.token_hex(6)}"))
+
+    async def test() -> None:
+        async with served(queue) as (client, gateway):
+            rates: Any = gateway.rates
+            admit, reached, refuse = rates.admit, asyncio.Event(), asyncio.Event()
+
+            async def refused(*_: Any) -> Any:
+                rates.admit = admit
+                reached.set()
+                await refuse.wait()
+                raise ApiError(429, "a rate is reached")
+
+            rates.admit = refused
+            first = asyncio.create_task(client.post(JOBS, json=BODY, headers={"idempotency-key": "k"}))
+            await reached.wait()
+            made = await client.post(JOBS, json=BODY, headers={"idempotency-key": "k"})
+            refuse.set()
+            assert ((await first).status_code, made.status_code) == (429, 202)
+            again = await client.post(JOBS, json=BODY, headers={"idempotency-key": "k"})
+            assert (again.status_code, again.json()) == (202, made.json())
+
+    asyncio.run(test())
+    queue.redis.close()
 
 
 @pytest.mark.parametrize("key", ["", " ", "x" * 256])

@@ -6,12 +6,18 @@ from typing import Any
 
 import pytest
 
-from tests.producer.gateway.sockets import Served
+from tests.producer.gateway.sockets import Served, read_all
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:1", "127.0.0.1:80", "127.1.2.3", "[::1]:80", "LOCALHOST."])
 def test_a_gateway_without_keys_serves_hosts_that_are_this_machine(served: Served, host: str) -> None:
     assert served.ask("GET /healthz HTTP/1.1", host=host).status == 200
+
+
+def test_a_client_of_http_1_0_needs_no_host(served: Served) -> None:
+    with served.connect() as sock:
+        sock.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+        assert read_all(sock).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize(

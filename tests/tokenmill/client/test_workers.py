@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 
 import pytest
 import redis
@@ -13,7 +14,7 @@ from tests.tokenmill.mini import MiniWorker, Queue
 from tokenmill import AsyncClient, Client, JobStatus, Lookup, WorkerInfo
 from tokenmill.client.core import Scan
 from tokenmill.protocol.keys import Keys
-from tokenmill.protocol.workers import SCAN_S
+from tokenmill.protocol.workers import FAILED_S, SCAN_S, SCAN_SHARE
 
 
 def live(queue: Queue, name: str, **fields: str) -> None:
@@ -121,6 +122,28 @@ def test_without_a_live_worker_the_keyspace_is_scanned_once_in_a_while(
     monkeypatch.setattr(time, "monotonic", lambda: now + SCAN_S + 1)
     client.workers()
     assert len(scans) == 2
+
+
+@pytest.mark.parametrize(("error", "pause"), [(None, 3 / SCAN_SHARE), (TimeoutError(), FAILED_S)])
+def test_the_pause_after_a_long_scan_is_long(
+    queue: Queue, client: Client, monkeypatch: pytest.MonkeyPatch, error: Exception | None, pause: float
+) -> None:
+    now, scans = time.monotonic(), 0
+
+    def scan(_: Scan) -> list[bytes]:
+        nonlocal now, scans
+        scans, now = scans + 1, now + 3
+        if error is not None:
+            raise error
+        return []
+
+    monkeypatch.setattr(client, "_scan", scan)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for wait, expected in ((0, 1), (SCAN_S + 1, 1), (pause, 2)):
+        now += wait
+        with suppress(TimeoutError):
+            client.workers()
+        assert scans == expected
 
 
 def test_a_lookup_tells_the_state_the_tenant_and_the_result(queue: Queue, client: Client, worker: MiniWorker) -> None:
