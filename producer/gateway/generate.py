@@ -153,7 +153,7 @@ class _Work:
                 break
             await self.place()
         if not result.ok:
-            raise error_of(result)
+            raise error_of(result, chat=self._url == CHAT)
         return JsonResponse(_ANSWERS[self._url](self.job.id, result, self._created))
 
     async def stream(self) -> Response:

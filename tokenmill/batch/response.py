@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from tokenmill.openai.errors import error_of_info
+from tokenmill.openai.request import CHAT
 from tokenmill.openai.response import ANSWERS
 from tokenmill.protocol.errors import ErrorCode
 from tokenmill.protocol.result import ErrorInfo, Result, Status
@@ -63,7 +64,7 @@ def _response(asked: Asked, status_code: int, body: Json) -> Json:
 
 
 def _failed(asked: Asked, info: ErrorInfo) -> bytes:
-    error = error_of_info(info)
+    error = error_of_info(info, chat=asked.url == CHAT)
     return _line(asked, _response(asked, error.status, error.body()), {"code": error.code, "message": error.message})
 
 

@@ -83,14 +83,18 @@ class ApiError(TokenmillError):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
-def error_of(result: Result) -> ApiError:
-    """Return the error for a job that did not succeed. Clients should not repeat what the queue has retried already."""
+def error_of(result: Result, *, chat: bool = False) -> ApiError:
+    """Return the error for a job that did not succeed. Clients should not repeat what the queue has retried already.
+
+    Args:
+        chat: whether the request has messages, which a prompt that is too long was made of.
+    """
     if result.status is Status.CANCELLED:
         return ApiError(409, _cancelled(result), code="cancelled")
     if result.status is Status.EXPIRED:
         message = result.error.message if result.error else "The job's time to live ran out."
         return ApiError(504, message, code="timeout")
-    return error_of_info(result.error or ErrorInfo(ErrorCode.ENGINE_ERROR.value, "failed without a reason"))
+    return error_of_info(result.error or ErrorInfo(ErrorCode.ENGINE_ERROR.value, "failed without a reason"), chat=chat)
 
 
 def error_of_job_error(error: JobError) -> ApiError:
@@ -98,12 +102,18 @@ def error_of_job_error(error: JobError) -> ApiError:
     return error_of_info(ErrorInfo.of(error))
 
 
-def error_of_info(error: ErrorInfo) -> ApiError:
-    """Return the error for the error of a job. A code of a newer worker is kept, with status code 500."""
+def error_of_info(error: ErrorInfo, *, chat: bool = False) -> ApiError:
+    """Return the error for the error of a job. A code of a newer worker is kept, with status code 500.
+
+    Args:
+        chat: as for `error_of`.
+    """
     known = _CODES.get(error.code, ErrorCode.ENGINE_ERROR)
     status = _HTTP.get(known, 500)
     named = _PARAM.match(error.message) if status == 400 else None
     param = (named[1] or named[2]) if named else None
+    if chat and known is ErrorCode.PROMPT_TOO_LONG:
+        param = "messages"
     return ApiError(status, error.message, code=_OPENAI.get(known, error.code), param=param, retry=status < 500)
 
 

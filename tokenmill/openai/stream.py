@@ -109,7 +109,7 @@ class Chunks:
         elif result.ok:
             self._finish(event, result, chunks)
         else:
-            self.error = error_of(result)
+            self.error = error_of(result, chat=self._chat)
             for found in result.choices:
                 # Text that differs, or ends before what was sent, adds nothing: the stream ends with an error anyway.
                 with suppress(TextRestarted):

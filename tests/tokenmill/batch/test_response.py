@@ -117,7 +117,7 @@ def test_fields_that_a_worker_adds_are_kept() -> None:
 )
 def test_a_failure_reads_as_openais_http_error(code: ErrorCode, status_code: int, openai: str) -> None:
     error = ErrorInfo.of(JobError(code, "top_p: is wrong"))
-    line = line_of(CHAT, result(status=Status.FAILED, choices=(), error=error))
+    line = line_of(COMPLETIONS, result(status=Status.FAILED, choices=(), error=error))
     assert line["response"]["status_code"] == status_code
     told = line["response"]["body"]["error"]
     assert told["type"] == ("invalid_request_error" if status_code < 500 else "server_error")
@@ -136,6 +136,13 @@ def test_a_cancelled_or_expired_request_has_no_response(status: Status, code: st
     line = line_of(CHAT, result(status=status, cancel_reason="user"))
     assert line["response"] is None
     assert line["error"]["code"] == code
+
+
+@pytest.mark.parametrize(("url", "param"), [(CHAT, "messages"), (COMPLETIONS, "prompt")])
+def test_a_prompt_that_is_too_long_is_an_error_of_the_key_that_the_request_has(url: str, param: str) -> None:
+    error = ErrorInfo.of(JobError(ErrorCode.PROMPT_TOO_LONG, "prompt: the prompt has 9 tokens, at most 8 fit"))
+    line = line_of(url, result(status=Status.FAILED, choices=(), error=error))
+    assert line["response"]["body"]["error"]["param"] == param
 
 
 def test_a_refusal_names_the_key() -> None:
