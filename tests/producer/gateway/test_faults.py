@@ -126,13 +126,14 @@ def test_every_request_gets_503_while_redis_does_not_answer(
 @pytest.mark.parametrize("command", ["evalsha", "get"])
 def test_a_redis_that_denies_a_command_gives_503_and_an_error_in_the_log(own_stack: Stack, command: str) -> None:
     gateway = own_stack.gateway()
-    own_stack.queue.redis.execute_command("ACL", "SETUSER", "default", f"-{command}")
+    server: Any = own_stack.queue.redis
+    server.execute_command("ACL", "SETUSER", "default", f"-{command}")
     answers = [
         post(f"{gateway.url}{JOBS}", {"body": {"prompt": "Hi"}}),
         get(f"{gateway.url}{JOBS}/x"),
         get(f"{gateway.url}/v1/models"),
     ]
-    own_stack.queue.redis.execute_command("ACL", "SETUSER", "default", f"+{command}")
+    server.execute_command("ACL", "SETUSER", "default", f"+{command}")
     refused = [answer for answer in answers if answer.status >= 400 and answer.json["error"]["code"] != "not_found"]
     assert refused
     for answer in refused:
