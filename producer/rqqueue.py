@@ -1,4 +1,4 @@
-"""Keeps RQ jobs with fixed ids going: enqueues those that are not under way."""
+"""Enqueues RQ jobs with fixed ids again when they have ended or are lost, so that each is always queued or running."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ LARGE_BYTES: Final = 64 << 10
 MAX_BYTES: Final = 256 << 20
 """Maximum size of all large answers that are being sent; a single answer may be larger."""
 RETRY_SECONDS: Final = 1.0
-"""`Retry-After` of an answer that has no room."""
+"""`Retry-After` of an answer that exceeds `MAX_BYTES`."""
 
 
 class Answers:
