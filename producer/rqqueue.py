@@ -24,7 +24,7 @@ def keep_going(
 
     Args:
         enqueue: enqueues the job under its id.
-        pause: how long a failed job rests, once its retries are used up.
+        pause: how long after its end a failed job, whose retries are used up, is enqueued again.
         revive: enqueue the job even if it was cancelled in RQ.
     """
     try:

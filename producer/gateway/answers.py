@@ -38,7 +38,9 @@ class Answers:
             yield
             return
         if self.bytes and self.bytes + size > MAX_BYTES:
-            message = "Too many large answers wait for clients that read slowly; the job keeps its result."
+            message = (
+                "Too many large answers wait for clients that read slowly; try again later. The job keeps its result."
+            )
             raise ApiError(503, message, code="overloaded", retry_after=RETRY_SECONDS)
         self.bytes += size
         try:

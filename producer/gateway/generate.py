@@ -1,6 +1,6 @@
 """`/v1/chat/completions`, `/v1/completions` and `/v1/embeddings`: one job for each request.
 
-The client's connection is the job's reason to run: a client that goes away, or a request that times out, cancels it.
+The job depends on the client's connection: it is cancelled when the client goes away or the request times out.
 """
 
 from __future__ import annotations
