@@ -203,7 +203,7 @@ def deliver_callbacks(
 
 
 def run_uploaded_batch(batch_id: str, tenant: str | None = None) -> rq.Retry | None:
-    """Run a batch of the HTTP API on, and enqueue this RQ job again if it has to make way for others.
+    """Start or continue a batch of the HTTP API; enqueue this RQ job again if it stops early for others.
 
     The job makes way at once if its RQ worker is asked to stop, or if another job waits in the same RQ queue after
     `TURN_S`, or ten times as long as it took to start. Its requests in flight stay in the queue.

@@ -1,4 +1,4 @@
-"""What a running RQ job asks RQ, and tells it: was it cancelled, should it make way, how far is it."""
+"""Calls of a running RQ job to RQ: was the job cancelled, should it make way for others, and notes of its progress."""
 
 from __future__ import annotations
 

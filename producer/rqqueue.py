@@ -1,4 +1,4 @@
-"""Keeps RQ jobs with fixed ids going: enqueues those that are not under way."""
+"""Enqueues RQ jobs with fixed ids again when they have ended or are lost, so that each is always queued or running."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def keep_going(
 
     Args:
         enqueue: enqueues the job under its id.
-        pause: how long a failed job rests, once its retries are used up.
+        pause: how long after its end a failed job, whose retries are used up, is enqueued again.
         revive: enqueue the job even if it was cancelled in RQ.
     """
     try:

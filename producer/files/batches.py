@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from contextlib import suppress
 from typing import Final
 
-import orjson
-
 from producer.files.catalog import find_file
 from producer.files.objects import CANCEL, ENDED, batch_object, batch_record, page, parse_batch
 from producer.files.storage import BATCH, Bucket, Json, Storage, new_id
-from tokenmill.openai.errors import ApiError
+from tokenmill.openai.errors import ApiError, key_reused
 from tokenmill.openai.request import URLS
 
 CANCELLABLE: Final = ("validating", "in_progress")
@@ -20,23 +17,29 @@ CANCELLABLE: Final = ("validating", "in_progress")
 
 
 def create_batch(
-    storage: Storage, tenant: str | None, body: Json, *, root: str, ttl_s: int | None, key: str | None = None
+    storage: Storage,
+    tenant: str | None,
+    body: Json,
+    *,
+    root: str,
+    ttl_s: int | None,
+    key: tuple[str, str] | None = None,
 ) -> Json:
     """Create a batch and return its object; a clerk runs it, even if nothing else is done for it.
 
     Args:
         root: `Keys.root` of the queue whose workers are to do it.
         ttl_s: seconds that the batch and, unless it says otherwise, its files live after its end; None: for ever.
-        key: idempotency key of the request: the same request with the same key returns the same batch.
+        key: hashes of the tenant's idempotency key and of the request: the same two return the same batch.
 
     Raises:
-        ApiError: 400 a wrong body; 404 an unknown file; 409 the key came with another request before.
+        ApiError: 400 a wrong body; 404 an unknown file; 409 the key was used for another request.
     """
     wanted = parse_batch(body, URLS)
     files, batches = storage.files(tenant), storage.batches(tenant)
     batch_id = new_id(BATCH)
     if key is not None:
-        batch_id = _id_of_key(storage, tenant, key, body, batch_id)
+        batch_id = _id_of_key(storage, *key, batch_id)
         if batches.load(batch_id) is not None:
             return find_batch(batches, batch_id)
     source = find_file(files, wanted["input_file_id"], param="input_file_id")
@@ -53,14 +56,11 @@ def create_batch(
     return find_batch(batches, batch_id)
 
 
-def _id_of_key(storage: Storage, tenant: str | None, key: str, body: Json, fresh: str) -> str:
-    name = hashlib.sha256(orjson.dumps([tenant, key])).hexdigest()
-    request = hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).hexdigest()
-    known = storage.remember(name, {"id": fresh, "request": request})
+def _id_of_key(storage: Storage, key: str, request: str, fresh: str) -> str:
+    """Return the id of the batch that an idempotency key made, or `fresh` for a new key."""
+    known = storage.remember(key, {"id": fresh, "request": request})
     if known["request"] != request:
-        raise ApiError(
-            409, "This Idempotency-Key came with another request before; use a new one.", code="idempotency_key_reused"
-        )
+        raise key_reused()
     return str(known["id"])
 
 
@@ -101,5 +101,6 @@ def cancel_batch(bucket: Bucket, batch_id: str) -> Json:
             bucket.note(batch_id, CANCEL, {"at": int(time.time())})
         found = find_batch(bucket, batch_id)
     if found["status"] not in ("cancelling", "cancelled"):
-        raise ApiError(409, f"The batch is {found['status']}; it cannot be cancelled any more.", code="batch_ended")
+        message = f"The batch is {found['status']}; it cannot be cancelled."
+        raise ApiError(409, message, code="batch_ended")
     return found

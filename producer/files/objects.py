@@ -1,4 +1,4 @@
-"""OpenAI's objects for files and batches, made from the records of the storage, and the checks of what makes them."""
+"""OpenAI's objects for files and batches, made from records of the storage; checks of requests that create them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ FUNCTION: Final = "producer.jobs.run_uploaded_batch"
 RETRY_S: Final = (1, 1, 2, 5, 10)
 """Pauses before the retries of a batch's job that failed, or whose process was killed."""
 REST: Final = timedelta(seconds=30)
-"""Pause after the last of them."""
+"""Pause after the last of these retries, before the job is enqueued again."""
 ORPHAN_S: Final = 3600.0
 """Age from which on a batch that is listed as open, but does not exist, is no longer listed."""
 

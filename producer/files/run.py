@@ -34,7 +34,7 @@ COUNTS_S: Final = 1.0
 CLOSE_S: Final = 60.0
 """Seconds, from the decision on, that the end of a cancelled or expired batch waits for its requests that still run."""
 GIVE_UP_S: Final = 3600
-"""Seconds beyond its time after which a batch that could not be run is `failed`."""
+"""Seconds after its `expires_at` from which on a batch that cannot be run becomes `failed`."""
 PRIORITY: Final = "low"
 """Lane of the requests of all batches."""
 _GZIP: Final = b"\x1f\x8b"
@@ -50,7 +50,7 @@ log = structlog.get_logger(__name__)
 def run_batch(
     storage: Storage, tenant: str | None, batch_id: str, *, client: Client, makes_way: Callable[[float], bool]
 ) -> bool:
-    """Run a batch on; return False if it made way and is to be continued.
+    """Start or continue a batch; return False if it stopped early to make way and must be continued.
 
     Does nothing for a batch that has ended or was deleted, or that another process runs.
 
@@ -60,9 +60,9 @@ def run_batch(
             has started); the run stops soon after it returns true.
 
     Raises:
-        tokenmill.batch.BatchError, OSError: the files cannot be used, or the batch is another queue's; a later call
-            goes on.
-        redis.RedisError: Redis stayed away; a later call goes on.
+        tokenmill.batch.BatchError, OSError: the files cannot be used, or the batch belongs to another queue; a later
+            call continues the batch.
+        redis.RedisError: Redis stayed away; a later call continues the batch.
     """
     bucket = storage.batches(tenant)
     try:
@@ -107,7 +107,7 @@ class _Run:
         self._begun, self._start_s, self._counted = time.monotonic(), 0.0, -COUNTS_S
 
     def go(self) -> bool:
-        """Run the batch on; return False if it made way."""
+        """Start or continue the batch; return False if it stopped early to make way."""
         try:
             self._refuse_gzip()
             with self._watch():
@@ -123,7 +123,7 @@ class _Run:
             if time.time() < self._record["expires_at"] + GIVE_UP_S:
                 raise
             log.exception("batch_given_up", id=self._id)
-            message = "The batch could not be run; the log of the service says why."
+            message = "The batch could not be run; the log of the clerk says why."
             self._fail([batch.Fault(None, "internal_error", message)])
         return True
 
@@ -137,7 +137,7 @@ class _Run:
 
     @contextmanager
     def _watch(self) -> Iterator[None]:
-        """Within the block, set the events that stop the work, whatever the work waits for meanwhile."""
+        """Within the block, a thread sets the events that stop the work, also while the work waits for Redis."""
         thread = threading.Thread(target=self._watching, name="batch-watch", daemon=True)
         thread.start()
         try:

@@ -17,7 +17,7 @@ LARGE_BYTES: Final = 64 << 10
 MAX_BYTES: Final = 256 << 20
 """Maximum size of all large answers that are being sent; a single answer may be larger."""
 RETRY_SECONDS: Final = 1.0
-"""`Retry-After` of an answer that has no room."""
+"""`Retry-After` of an answer that exceeds `MAX_BYTES`."""
 
 
 class Answers:
@@ -38,7 +38,9 @@ class Answers:
             yield
             return
         if self.bytes and self.bytes + size > MAX_BYTES:
-            message = "Too many large answers wait for clients that read slowly; the job keeps its result."
+            message = (
+                "Too many large answers wait for clients that read slowly; try again later. The job keeps its result."
+            )
             raise ApiError(503, message, code="overloaded", retry_after=RETRY_SECONDS)
         self.bytes += size
         try:

@@ -20,7 +20,7 @@ from producer.files.rqjobs import enqueue_batch
 from producer.files.storage import Bucket
 from producer.gateway.files import default_ttl
 from producer.gateway.gateway import Gateway
-from producer.gateway.idempotency import header_key
+from producer.gateway.idempotency import idempotency_key
 from producer.gateway.redis_watch import PING_SECONDS
 from producer.gateway.requests import caller_of, gateway_of, read_json
 from producer.gateway.storing import page_of, storage_of, stored
@@ -34,10 +34,10 @@ log = structlog.get_logger()
 
 async def post_batch(request: Request) -> Response:
     """Create a batch, and an RQ job that runs it."""
-    gateway, storage, tenant = gateway_of(request), storage_of(request), caller_of(request).tenant
+    gateway, storage, caller = gateway_of(request), storage_of(request), caller_of(request)
     gateway.require_redis()
-    key = header_key(request)
-    body = await read_json(request)
+    body, tenant = await read_json(request), caller.tenant
+    key = idempotency_key(request, caller, body)
     more: dict[str, Any] = {"root": gateway.client.keys.root, "ttl_s": default_ttl(gateway.settings), "key": key}
     made = await stored(create_batch, storage, tenant, body, **more)
     await run_in_threadpool(_enqueue, gateway, tenant, made["id"])

@@ -2,7 +2,7 @@
 
 A connection is closed if the headers of a request take longer than --header-timeout, if the client takes nothing of an
 answer for `STALL_SECONDS`, or if there are too many connections. Faulty requests get OpenAI's errors. A client that
-goes away is noticed at once, even if bytes that nothing reads yet lie before the end of its connection. A body in tiny
+goes away is noticed at once, even if it has sent bytes that are not read yet. A body in tiny
 chunks is refused: reading 256 KiB of them takes the time of a thousand requests, in which no other client is served.
 """
 

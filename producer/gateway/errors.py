@@ -7,7 +7,7 @@ from http import HTTPStatus
 import structlog
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Match, Route
 
@@ -87,6 +87,3 @@ def _methods(request: Request) -> set[str]:
         if route.matches(request.scope)[0] is not Match.NONE
         for method in route.methods or ()
     }
-
-
-__all__ = ["ClientDisconnect", "api_error", "http_exception", "internal_error", "response_of"]

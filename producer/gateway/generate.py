@@ -1,6 +1,6 @@
 """`/v1/chat/completions`, `/v1/completions` and `/v1/embeddings`: one job for each request.
 
-The client's connection is the job's reason to run: a client that goes away, or a request that times out, cancels it.
+The job depends on the client's connection: it is cancelled when the client goes away or the request times out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tokenmill.client.follow import TextRestarted
 from tokenmill.client.handles import AsyncJob
 from tokenmill.openai.errors import ApiError, error_of
 from tokenmill.openai.request import CHAT, COMPLETIONS, EMBEDDINGS, Streaming, streaming, translate
-from tokenmill.openai.response import chat_completion, completion
+from tokenmill.openai.response import ANSWERS
 from tokenmill.openai.stream import Chunks
 from tokenmill.protocol.calls import EnqueueRefused
 from tokenmill.protocol.events import Event, FinalEvent, StartEvent, TokenEvent
@@ -40,7 +40,6 @@ TTL_MARGIN_S: Final = 30.0
 RESTARTED: Final = "text changed after a restart"
 _UNANSWERED: Final = frozenset({End.GONE.value, End.STALLED.value, End.TIMED_OUT.value, RESTARTED, UNKNOWN})
 """Reasons of the gateway's cancels: a repeated request with the same Idempotency-Key gets a new job."""
-_ANSWERS: Final = {CHAT: chat_completion, COMPLETIONS: completion}
 
 
 async def chat_completions(request: Request) -> Response:
@@ -101,7 +100,7 @@ class _Work:
         self._request, self._url = request, url
         self.streaming = Streaming(False, False) if url == EMBEDDINGS else streaming(body)
         self._body, self._key = translate(url, body, stream=True), idempotency_key(request, self.caller, body)
-        if url != EMBEDDINGS:  # a worker that starts the job again, or its next generation, then draws the same text
+        if url != EMBEDDINGS:  # so that a second run of the job, or its next generation, generates the same text
             self._body.setdefault("seed", secrets.randbits(63) if self._key is None else int(self._key.id[:15], 16))
         ttl = None if self.streaming.on else self.gateway.settings.request_timeout + TTL_MARGIN_S
         self.entry = entry_for(self.gateway, request, self._body, ttl=ttl, tenant=self.caller.tenant)
@@ -154,7 +153,7 @@ class _Work:
             await self.place()
         if not result.ok:
             raise error_of(result, chat=self._url == CHAT)
-        return JsonResponse(_ANSWERS[self._url](self.job.id, result, self._created))
+        return JsonResponse(ANSWERS[self._url](self.job.id, result, self._created))
 
     async def stream(self) -> Response:
         """Wait for the first text, or the end; return the answer.

@@ -2,9 +2,10 @@
 
     key = idempotency_key(request, caller, body)     # None without the header
     use = await begin(gateway, key, key.id)          # ApiError 409: the key was used for another request
-    await forget(gateway, key, key.id)               # nothing came of the request
+    await forget(gateway, key, key.id)               # the request was refused: the key is free again
 
-The id of the job is a hash of tenant and key. A fingerprint of the request lies in Redis for a day from its last use.
+The id of the job is a hash of tenant and key. Redis keeps a fingerprint of the request for a
+day from the last use of the key.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from starlette.requests import Request
 from producer.gateway.gateway import Gateway
 from producer.gateway.keys import Caller
 from producer.generations import generation_ids, generation_keys, is_over
-from tokenmill.openai.errors import ApiError
+from tokenmill.openai.errors import ApiError, key_reused
 from tokenmill.protocol.keys import Keys
 from tokenmill.protocol.result import Result
 
@@ -49,27 +50,17 @@ class Use(NamedTuple):
     """Unix time in seconds of the first use."""
 
 
-def header_key(request: Request) -> str | None:
-    """Return the idempotency key of a request as its client sent it; None if it has none.
-
-    Raises:
-        ApiError: 400 for a malformed key.
-    """
-    key = request.headers.get(HEADER)
-    if key is not None and (not key.strip() or len(key) > LONGEST):
-        raise ApiError(400, f"{HEADER} must have 1 to {LONGEST} characters.")
-    return key
-
-
 def idempotency_key(request: Request, caller: Caller, body: Mapping[str, Any]) -> IdempotencyKey | None:
     """Return the idempotency key of a request as hashes; None if it has none.
 
     Raises:
         ApiError: 400 for a malformed key.
     """
-    key = header_key(request)
+    key = request.headers.get(HEADER)
     if key is None:
         return None
+    if not key.strip() or len(key) > LONGEST:
+        raise ApiError(400, f"{HEADER} must have 1 to {LONGEST} characters.")
     canonical = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
     what = f"{request.method} {request.url.path}\n".encode() + canonical
     return IdempotencyKey(_hash(orjson.dumps([caller.tenant, key])), _hash(what))
@@ -98,10 +89,10 @@ async def begin(gateway: Gateway, key: IdempotencyKey | None, job_id: str) -> Us
         first, known, exists = await pipe.execute()
         if first and exists:  # the fingerprint has expired, or the job was never one of this key
             await redis.delete(name)
-            raise reused()
+            raise key_reused()
         fingerprint, _, begun_at = (known or b"").decode().partition(":")
         if fingerprint != key.fingerprint:
-            raise reused()
+            raise key_reused()
         if not first:
             await redis.expire(name, TTL_S)
     return Use(bool(first), int(begun_at or now))
@@ -136,8 +127,3 @@ async def forget(gateway: Gateway, key: IdempotencyKey, job_id: str) -> None:
 def _traces(keys: Keys, job_id: str) -> list[str]:
     """Return the keys of which a job has one from its submit until its result expires."""
     return [keys.job(job_id), keys.result(job_id), keys.delayed_job(job_id)]
-
-
-def reused() -> ApiError:
-    """Return the error of a key that was used for another request."""
-    return ApiError(409, f"The {HEADER} was used for another request; send a new key.", code="idempotency_key_reused")

@@ -27,8 +27,6 @@ log = structlog.get_logger()
 
 CLOSE_S: Final = 2.0
 """How long a gateway that stops waits for the cancels that it has begun."""
-
-
 REPEAT_S: Final = 0.25
 """Time after which the cancel of an interrupted wait is repeated."""
 

@@ -39,7 +39,7 @@ class Caller:
     """The sender of a request, as its API key says."""
 
     tenant: str | None
-    """None: the gateway has no keys."""
+    """None: the gateway runs without API keys."""
     priority: Priority | None = None
     """The highest lane that the caller may use; None: any."""
     rpm: int | None = None
@@ -98,7 +98,7 @@ class KeyRing:
     def find(self, key: bytes) -> Caller | None:
         """Return the caller that has this key; None for an unknown key.
 
-        Compares the hash of `key` with those of all keys, each in constant time: the time tells nothing of the keys.
+        Compares the hash of `key` with those of all keys, each in constant time, which reveals nothing about the keys.
         """
         digest, entries = hashlib.sha256(key).digest(), self._entries
         equal = list(map(hmac.compare_digest, (entry.digest for entry in entries), repeat(digest)))

@@ -60,7 +60,7 @@ class Frame:
             await self.app(scope, receive, exchange.send)
         except ClientDisconnect:
             pass  # recorded as incomplete
-        except asyncio.CancelledError:  # the time after the drain is over
+        except asyncio.CancelledError:  # the server ends tasks that outlast the drain
             if not self.gateway.drain.is_set():
                 raise
             await exchange.fail(_shutting_down(), receive)
@@ -74,8 +74,10 @@ class Frame:
     def _admit(self) -> None:
         if self.gateway.drain.is_set():
             raise _shutting_down()
-        if self.in_flight > self.gateway.settings.max_requests:
-            raise ApiError(503, "The gateway is busy.", code="overloaded", retry_after=BUSY_SECONDS)
+        limit = self.gateway.settings.max_requests
+        if self.in_flight > limit:
+            message = f"The gateway serves {limit} requests, its maximum; try again later."
+            raise ApiError(503, message, code="overloaded", retry_after=BUSY_SECONDS)
 
 
 def _shutting_down() -> ApiError:
@@ -190,7 +192,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class Bodies:
-    """Limits the size and the slowness of request bodies, whoever reads them."""
+    """Limits the size and the slowness of request bodies, in all routes."""
 
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self.app, self.settings = app, gateway.settings

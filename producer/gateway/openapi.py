@@ -14,6 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from producer.gateway import batches, files
+from producer.gateway.jobs import LONGEST_WAIT_S
 from producer.gateway.openapi_schemas import REF, schemas
 from tokenmill.protocol.version import version
 
@@ -93,7 +95,7 @@ def _generation() -> Json:
 
 def _jobs() -> Json:
     one, faults, new = _path("job_id"), (400, 404), (400, 404, 408, 409, 413)
-    wait = {"type": "number", "minimum": 0, "maximum": 300}
+    wait = {"type": "number", "minimum": 0, "maximum": LONGEST_WAIT_S}
     waits = _query("wait", wait, "Seconds to wait for the job's end.")
     after = _query(
         "last_event_id", {"type": "string", "pattern": "^[0-9]{1,20}-[0-9]{1,20}$"}, "Begin after this entry ID."
@@ -120,7 +122,7 @@ def _files() -> Json:
     purpose = _query("purpose", {"enum": ["batch", "batch_output"]}, "Only files of this purpose.")
     create = _operation("create_file", summary, {JSON: "File"}, errors=(400, 404, 408, 413), body=body)
     create["responses"]["200"]["links"] = _links("file_id", "get_file", "get_file_content", "delete_file")
-    pages = _operation("list_files", "List files.", {JSON: "Files"}, *_page(10_000), purpose, errors=(400, 404))
+    pages = _operation("list_files", "List files.", {JSON: "Files"}, *_page(files.MAX_LIST), purpose, errors=(400, 404))
     read = _operation("get_file", "Describe a file.", {JSON: "File"}, one, errors=(404,))
     delete = _operation("delete_file", "Delete a file.", {JSON: "FileDeleted"}, one, errors=(404,))
     content = _operation("get_file_content", "Read a file.", {BYTES: None}, one, errors=(404,))
@@ -136,7 +138,7 @@ def _batches() -> Json:
     body = {JSON: "BatchRequest"}
     create = _operation("create_batch", "Run an uploaded file.", batch, _IDEMPOTENCY, errors=faults, body=body)
     create["responses"]["200"]["links"] = _links("batch_id", "get_batch", "cancel_batch")
-    pages = _operation("list_batches", "List batches.", {JSON: "Batches"}, *_page(100), errors=(400, 404))
+    pages = _operation("list_batches", "List batches.", {JSON: "Batches"}, *_page(batches.MAX_LIST), errors=(400, 404))
     return {
         "/v1/batches": {"post": create, "get": pages},
         "/v1/batches/{batch_id}": {"get": _operation("get_batch", "Describe a batch.", batch, one, errors=(404,))},

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from tokenmill.openai.request import URLS
+from producer.files.objects import EXPIRY_S, MOMENTS
+from tokenmill.openai.request import OPENAI_KEYS, URLS
 from tokenmill.protocol.body import Body
 from tokenmill.protocol.replies import CancelReply
 from tokenmill.protocol.state import JobStatus
@@ -12,24 +13,6 @@ from tokenmill.protocol.state import JobStatus
 Json = dict[str, Any]
 
 REF: Final = "#/components/schemas/{model}"
-_OF_OPENAI: Final = [
-    "best_of",
-    "echo",
-    "metadata",
-    "modalities",
-    "parallel_tool_calls",
-    "prediction",
-    "prompt_cache_key",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "stream",
-    "stream_options",
-    "suffix",
-    "tool_choice",
-    "user",
-]
-"""Keys of OpenAI's requests that the body of a job lacks, or that mean something else there."""
 
 
 def schemas() -> Json:
@@ -49,7 +32,7 @@ def schemas() -> Json:
 def _request(body: Json, required: str, *without: str) -> Json:
     """Return the schema of a request in OpenAI's format: a job's keys without some, and OpenAI's own."""
     properties = {name: schema for name, schema in body["properties"].items() if name not in without}
-    for name in _OF_OPENAI:
+    for name in sorted(OPENAI_KEYS):
         properties[name] = {"description": "As OpenAI's; a value that tokenmill does not support gets status 400."}
     properties["stream"] = {"type": ["boolean", "null"], "description": "Answer with server-sent events."}
     properties["stream_options"] = _nullable(_object({"include_usage": {"type": ["boolean", "null"]}}))
@@ -133,7 +116,7 @@ _REQUESTS: Json = {
             "file": {"type": "string", "contentMediaType": "application/octet-stream"},
             "purpose": {"const": "batch"},
             "expires_after[anchor]": {"const": "created_at"},
-            "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
+            "expires_after[seconds]": {"type": "integer", "minimum": EXPIRY_S[0], "maximum": EXPIRY_S[1]},
         },
         ["file", "purpose"],
     ),
@@ -161,16 +144,7 @@ _STATES: Final = [
     "cancelling",
     "cancelled",
 ]
-_TIMES: Final = [
-    "in_progress_at",
-    "expires_at",
-    "finalizing_at",
-    "completed_at",
-    "failed_at",
-    "expired_at",
-    "cancelling_at",
-    "cancelled_at",
-]
+_TIMES: Final = ("expires_at", *MOMENTS)
 
 _ANSWERS: Json = {
     "Error": _answer(

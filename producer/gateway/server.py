@@ -131,8 +131,8 @@ class Server(uvicorn.Server):
         """Accept connections, and log where."""
         await super().startup(sockets)
         settings = self._gateway.settings
-        for one in sockets or []:
-            host, port = one.getsockname()[:2]
+        for listener in sockets or []:
+            host, port = listener.getsockname()[:2]
             log.info("gateway_listening", host=host, port=port, redis=redact(settings.redis), queue=settings.queue)
 
     @contextlib.contextmanager

@@ -24,7 +24,7 @@ class GatewaySettings(CommandSettings):
     queue: str = Field(default=_KEYS.queue, pattern=_NAME, description="Name of the queue.")
     prefix: str = Field(default=_KEYS.prefix, pattern=_NAME, description="Prefix of every Redis key.")
 
-    # Who may ask, and where
+    # Address, API keys and files
     host: str = Field(
         default="127.0.0.1",
         min_length=1,

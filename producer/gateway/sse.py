@@ -2,8 +2,8 @@
 
     return EventStream(frames, inflight, on_end=claim_ended)
 
-Frames are pulled: the next one is asked for when the client's socket has taken the one before, so that a slow reader
-costs no memory. A comment after each silence of `PING_S` keeps proxies from closing the connection.
+Frames are pulled: the next frame is requested when the client's socket has taken the frame before, so that a slow
+reader costs no memory. A comment after each silence of `PING_S` keeps proxies from closing the connection.
 """
 
 from __future__ import annotations

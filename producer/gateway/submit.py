@@ -1,5 +1,6 @@
 """Put the job of a request into the queue, with its rates and its Idempotency-Key.
 
+entry = entry_for(gateway, request, body, tenant=caller.tenant)         # JobError: a worker would refuse the job
 use = await begin(gateway, key, entry.id)
 charge = await submit(gateway, Order(caller, entry, body, caller.lane, key=key, first=use.first))
 """
@@ -13,19 +14,19 @@ from typing import Any, Final
 from starlette.requests import Request
 
 from producer.gateway.gateway import Gateway
-from producer.gateway.idempotency import IdempotencyKey, forget, reused
+from producer.gateway.idempotency import IdempotencyKey, forget
 from producer.gateway.keys import Caller
 from producer.gateway.rates import Charge, estimate
 from producer.gateway.redis_watch import REDIS_SECONDS
 from tokenmill.client.core import entry_of
-from tokenmill.openai.errors import ApiError
+from tokenmill.openai.errors import ApiError, key_reused
 from tokenmill.protocol.calls import EnqueueRefused, JobExists
 from tokenmill.protocol.job import JobEntry, is_traceparent
 
 CANCEL_S: Final = 3600.0
 """How long the cancel of a job without a time to live is tried, and kept by Redis."""
 UNKNOWN: Final = "submit without an answer"
-"""The reason of a cancel: whether the queue took the job is unknown, and its client cannot find it."""
+"""The reason of a cancel: Redis did not answer whether the queue has the job, and the client cannot ask for it."""
 
 
 def entry_for(gateway: Gateway, request: Request, body: Mapping[str, Any], **options: Any) -> JobEntry:
@@ -82,7 +83,7 @@ async def submit(gateway: Gateway, order: Order) -> Charge | None:
         async with gateway.redis.limit():
             found = await gateway.client.lookup(entry.id, timeout=REDIS_SECONDS, with_result=False)
         if found.tenant != entry.tenant:
-            raise reused() from None
+            raise key_reused() from None
         return None
     except (EnqueueRefused, ApiError):
         if key is not None and order.first:

@@ -1,6 +1,6 @@
-"""Reads an uploaded form: its file goes to the disk as it comes, in bounded memory.
+"""Reads an uploaded form: writes its file to the disk while it arrives, in bounded memory.
 
-Starlette's own parser keeps a file in memory or in a temporary folder, from where it would have to be copied.
+Starlette's own parser keeps a file in memory or in a temporary folder, and it would have to be copied from there.
 """
 
 from __future__ import annotations
@@ -116,12 +116,12 @@ class Upload:
         self._is_file = self._name == "file"
         if self._is_file:
             if self.filename is not None:
-                raise ApiError(400, "file: is there twice", param="file")
+                raise ApiError(400, "file: is given twice", param="file")
             self.filename = options.get(b"filename", b"").decode("utf-8", "replace")
         elif self._name not in FIELDS:
             raise ApiError(400, "The form has a field that is none of file, purpose and expires_after.")
         elif self._name in self.fields:
-            raise ApiError(400, f"{self._name}: is there twice", param=self._name)
+            raise ApiError(400, f"{self._name}: is given twice", param=self._name)
 
     def _on_data(self, data: bytes, start: int, end: int) -> None:
         if self._is_file:

@@ -83,6 +83,12 @@ class ApiError(TokenmillError):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
+def key_reused() -> ApiError:
+    """Return the error of an Idempotency-Key that was used for another request before."""
+    message = "The Idempotency-Key was used for another request; send a new key."
+    return ApiError(409, message, code="idempotency_key_reused")
+
+
 def error_of(result: Result, *, chat: bool = False) -> ApiError:
     """Return the error for a job that did not succeed. Clients should not repeat what the queue has retried already.
 

@@ -119,6 +119,9 @@ _CHECKS: dict[str, Callable[[Any, Json], bool]] = {
 }
 """Keys that the protocol lacks, each with a check whether dropping its value leaves the output unchanged."""
 
+OPENAI_KEYS = frozenset({*_NO_EFFECT, *_CHECKS})
+"""Keys of OpenAI's requests that the protocol lacks: each is dropped, or refused because of its value."""
+
 _NO_STREAM = "only a chat or text completion over HTTP can be streamed"
 _REFUSALS = {
     "stream": _NO_STREAM,

@@ -219,7 +219,7 @@ class _Once:
 
 
 def _identity(token: Json) -> Any:
-    """Return what tells a token from others: its id, or its bytes where a worker gives no id."""
+    """Return what identifies a token: its id, or its bytes if the worker gives no id."""
     return token.get("token_id", token["bytes"])
 
 

@@ -63,7 +63,7 @@ def test_a_batch_is_completed_with_a_line_for_every_request(tenant: Tenant, work
     assert (batch.usage.input_tokens, batch.usage.output_tokens, batch.usage.total_tokens) == (3, 3, 6)
 
 
-def test_no_file_is_made_of_no_line(tenant: Tenant, worker: MiniWorker) -> None:
+def test_an_output_without_lines_becomes_no_file(tenant: Tenant, worker: MiniWorker) -> None:
     well, ill = tenant.of(["one"]), tenant.of(["FAIL"])
     assert tenant.run(well)
     assert tenant.batch(well).error_file_id is None
@@ -229,7 +229,7 @@ def test_a_cancelled_batch_ends_in_time_though_its_worker_died_and_its_runs_make
     assert {line["error"]["code"] for line in bad.values()} == {"batch_cancelled"}
 
 
-def test_the_files_of_a_batch_expire_when_it_said(tenant: Tenant, worker: MiniWorker) -> None:
+def test_the_files_of_a_batch_expire_after_its_output_expires_after(tenant: Tenant, worker: MiniWorker) -> None:
     batch_id = tenant.create([request("a")], output_expires_after={"anchor": "created_at", "seconds": 3600})
     tenant.run(batch_id)
     record = tenant.files.load(tenant.batch(batch_id).output_file_id or "") or {}

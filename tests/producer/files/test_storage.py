@@ -68,7 +68,7 @@ def test_the_folder_of_any_tenant_is_its_own_and_inside_the_root(storage: Folder
 
 
 @pytest.mark.parametrize("wicked", WICKED)
-def test_an_id_that_is_none_is_unknown_and_touches_no_path(storage: Folder, wicked: str) -> None:
+def test_a_malformed_id_is_unknown_and_touches_no_path(storage: Folder, wicked: str) -> None:
     put(storage, "t")
     bucket = storage.files("t")
     assert not is_id(wicked, FILE)
@@ -87,7 +87,7 @@ def test_an_id_that_is_none_is_unknown_and_touches_no_path(storage: Folder, wick
             refused()
 
 
-def test_an_id_of_a_file_is_none_of_a_batch() -> None:
+def test_the_id_of_a_file_is_not_an_id_of_a_batch() -> None:
     assert is_id(new_id(FILE), FILE)
     assert is_id(new_id(BATCH), BATCH)
     assert not is_id(new_id(FILE), BATCH)
@@ -158,7 +158,7 @@ def test_the_open_batches_are_listed_until_they_are_closed(storage: Folder) -> N
     assert [batch_id for batch_id, _, _ in storage.open_batches()] == [second]
 
 
-def test_a_lock_keeps_others_out_until_its_process_ends(storage: Folder) -> None:
+def test_no_other_process_gets_a_lock_until_its_process_ends(storage: Folder) -> None:
     file_id = put(storage, None)
     code = (
         "import sys, time; from producer.files.folder import Folder\n"
@@ -183,7 +183,7 @@ def test_a_lock_keeps_others_out_until_its_process_ends(storage: Folder) -> None
     eventually(free)
 
 
-def test_what_killed_processes_left_is_swept_once_it_is_old(storage: Folder) -> None:
+def test_old_leftovers_of_killed_processes_are_deleted(storage: Folder) -> None:
     file_id, bucket = put(storage, None), storage.files(None)
     kept = storage.root / "open" / "files"
     for name in (".new-1", ".gone-1"):

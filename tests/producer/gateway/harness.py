@@ -32,7 +32,24 @@ START_S = 60.0
 HOST = "127.0.0.1"
 
 
-class GatewayProcess:
+class Killable:
+    """A process that tests kill."""
+
+    popen: subprocess.Popen[bytes]
+
+    def kill(self) -> None:
+        """Send SIGKILL and wait for the end."""
+        self.popen.kill()
+        self.popen.wait()
+
+    def close(self) -> None:
+        """Kill the process if it still runs, even if it is stopped by SIGSTOP."""
+        if self.popen.poll() is None:
+            self.popen.send_signal(signal.SIGCONT)
+            self.kill()
+
+
+class GatewayProcess(Killable):
     """A `tokenmill gateway` process; its log is kept. Options are settings by their Python names."""
 
     def __init__(self, url: str, queue: str, folder: Path, *, port: int | None = None, **options: str) -> None:
@@ -83,32 +100,13 @@ class GatewayProcess:
         self.terminate()
         return self.popen.wait(timeout)
 
-    def kill(self) -> None:
-        """Send SIGKILL and wait for the end."""
-        self.popen.kill()
-        self.popen.wait()
 
-    def close(self) -> None:
-        if self.popen.poll() is None:
-            self.popen.send_signal(signal.SIGCONT)
-            self.kill()
-
-
-class FakeWorker(Process):
+class FakeWorker(Process, Killable):
     """A worker process with a fake engine: a token is a number and a space, computed from the prompt's bytes.
 
     Options are settings; `FAKE_STEP` is the length of a step in seconds, `FAKE_KILL` a prompt that kills the process.
     The model is called `fake`.
     """
-
-    def kill(self) -> None:
-        self.popen.kill()
-        self.popen.wait()
-
-    def close(self) -> None:
-        if self.popen.poll() is None:
-            self.popen.send_signal(signal.SIGCONT)
-            self.kill()
 
 
 class Clerk(RqProcess):

@@ -36,7 +36,7 @@ def test_a_single_answer_may_be_larger_than_the_limit(monkeypatch: pytest.Monkey
         assert made.bytes == 9 * LARGE_BYTES
 
 
-def test_a_result_without_room_is_refused_and_is_there_later(queue: Queue) -> None:
+def test_a_result_over_the_limit_of_large_answers_is_refused_and_can_be_read_later(queue: Queue) -> None:
     async def test() -> None:
         scripts = queue.scripts()
         ref = queue.deliver(scripts, "big")
@@ -56,7 +56,7 @@ def test_a_result_without_room_is_refused_and_is_there_later(queue: Queue) -> No
 
 
 @pytest.mark.parametrize("taken", [True, False], ids=["the first event", "a later event"])
-def test_a_large_event_without_room_ends_its_stream_with_an_error(taken: bool) -> None:
+def test_a_large_event_over_the_limit_of_large_answers_ends_its_stream_with_an_error(taken: bool) -> None:
     large = b"data: " + b"x" * LARGE_BYTES + b"\n\n"
     sent: list[bytes] = []
 

@@ -121,7 +121,7 @@ def test_a_wrong_form_is_refused_and_leaves_nothing(
 @pytest.mark.parametrize(
     "body", [b"", b"nothing like a form", A_FILE[:60], PURPOSE + A_FILE, PURPOSE + A_FILE + b"--xy", b"--xyz\r\n: \r\n"]
 )
-def test_what_is_no_whole_form_is_refused_and_leaves_nothing(client: TestClient, tmp_path: Path, body: bytes) -> None:
+def test_an_incomplete_form_is_refused_and_leaves_nothing(client: TestClient, tmp_path: Path, body: bytes) -> None:
     assert send(client, body, end=b"").status_code == 400
     assert leftovers(tmp_path) == []
 
@@ -173,14 +173,14 @@ def test_the_name_of_a_file_is_kept_but_leads_nowhere(client: TestClient, tmp_pa
 @pytest.mark.parametrize(
     "wicked", ["..", "%2e%2e", "..%2f..%2fetc%2fpasswd", "file-..", f"file-{'0' * 32}", "file-%00", "batch_" + "0" * 32]
 )
-def test_an_id_that_is_none_is_not_found(client: TestClient, wicked: str) -> None:
+def test_a_malformed_id_is_not_found(client: TestClient, wicked: str) -> None:
     for method, path in [("GET", ""), ("DELETE", ""), ("GET", "/content")]:
         answer = client.request(method, f"/v1/files/{wicked}{path}")
         assert answer.status_code in (404, 405)
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_file_expires_when_it_said(client: TestClient, tmp_path: Path) -> None:
+def test_a_file_expires_after_the_seconds_of_its_upload(client: TestClient, tmp_path: Path) -> None:
     fields = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
     file = upload(client, **fields).json()
     assert file["expires_at"] - file["created_at"] == 3600
@@ -267,7 +267,7 @@ def test_five_thousand_files_are_listed_page_by_page_each_once(
 
 
 @pytest.mark.parametrize("limit", [1, 3, 4, 100])
-def test_a_list_of_one_purpose_has_the_ids_of_its_ends_and_no_empty_last_page(client: TestClient, limit: int) -> None:
+def test_a_list_of_one_purpose_has_its_first_and_last_id_and_no_empty_last_page(client: TestClient, limit: int) -> None:
     made = fill(client, 12)
     wanted = [file_id for n, file_id in enumerate(made) if n % 3 == 0][::-1]
     found = list(pages(client, limit=limit, purpose="batch_output"))

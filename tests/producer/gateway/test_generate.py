@@ -131,7 +131,7 @@ def test_a_key_pays_for_what_its_requests_used(redis_server: RedisServer, tmp_pa
         assert statuses == [200, 429]
 
 
-def test_the_list_of_workers_that_is_not_there_is_waited_for(redis_server: RedisServer, tmp_path: Any) -> None:
+def test_a_request_waits_for_the_first_worker_of_a_queue(redis_server: RedisServer, tmp_path: Any) -> None:
     with stack(redis_server.url, tmp_path) as made:
         gateway = made.gateway(worker_timeout="60")
         call = Call(gateway, CHAT, chat())

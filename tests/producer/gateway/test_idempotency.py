@@ -104,7 +104,9 @@ def test_another_request_with_a_used_key_is_refused(gateway: GatewayProcess, key
     assert repeated(gateway, JOBS, BODY, key).status == 202
 
 
-def test_a_refused_request_does_not_use_its_key_up(shared_stack: Stack, gateway: GatewayProcess, key: str) -> None:
+def test_the_idempotency_key_of_a_refused_request_may_be_used_again(
+    shared_stack: Stack, gateway: GatewayProcess, key: str
+) -> None:
     redis, meta = shared_stack.queue.redis, shared_stack.queue.keys.meta
     assert repeated(gateway, CHAT, chat(temperature=-1), key).status == 400
     assert repeated(gateway, CHAT, chat(model="nope"), key).status == 404

@@ -103,7 +103,7 @@ def test_a_wait_that_is_too_short_shows_the_job_as_it_is(idle: Stack) -> None:
 
 
 @pytest.mark.parametrize("wait", ["-1", "301", "nan", "inf", "x", "", "1e9"])
-def test_a_wait_that_is_no_number_of_seconds_is_refused(gateway: GatewayProcess, wait: str) -> None:
+def test_a_malformed_wait_is_refused(gateway: GatewayProcess, wait: str) -> None:
     answer = show(gateway, "any", f"?wait={wait}")
     assert answer.status == 400
     assert answer.json["error"]["param"] == "wait"
@@ -165,7 +165,7 @@ def test_events_resume_after_each_last_event_id(gateway: GatewayProcess, how: st
 
 
 @pytest.mark.parametrize("last", ["x", "1-2-3", "-1", "99999999999999999999-0"])
-def test_a_last_event_id_that_is_none_is_refused(gateway: GatewayProcess, last: str) -> None:
+def test_a_malformed_last_event_id_is_refused(gateway: GatewayProcess, last: str) -> None:
     job_id = submit(gateway).json["id"]
     answer = show(gateway, f"{job_id}/events", last_event_id=last)
     assert answer.status == 400
@@ -275,7 +275,7 @@ def test_the_entry_of_a_job_has_its_fields(idle: Stack) -> None:
     assert fields[b"traceparent"] == trace.encode()
 
 
-def test_a_trace_context_that_is_none_is_dropped(idle: Stack) -> None:
+def test_a_malformed_trace_context_is_dropped(idle: Stack) -> None:
     job_id = submit(idle.first_gateway, headers={**bearer("acme"), "traceparent": "nonsense"}).json["id"]
     assert b"traceparent" not in entry_of(idle, job_id)[1]
 

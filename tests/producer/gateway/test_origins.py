@@ -35,12 +35,12 @@ def test_a_gateway_without_keys_refuses_requests_of_pages_of_other_origins(serve
     assert (answer.status, answer.error["code"]) == (403, "forbidden")
 
 
-def test_a_page_of_the_gateways_own_origin_may_ask(served: Served) -> None:
+def test_a_web_page_of_the_gateways_own_origin_is_served(served: Served) -> None:
     head = "POST /echo HTTP/1.1\r\nOrigin: http://localhost:7\r\nContent-Type: application/json"
     assert served.ask(head, b"{}", host="localhost:7").status == 200
 
 
-def test_with_no_auth_any_host_is_served_but_no_page_of_another_origin(serving: Any) -> None:
+def test_with_no_auth_any_host_is_served_but_no_web_page_of_another_origin(serving: Any) -> None:
     served = serving(no_auth="true", host="0.0.0.0")
     assert served.ask("GET /healthz HTTP/1.1", host="gateway.example").status == 200
     assert served.ask("GET /healthz HTTP/1.1\r\nOrigin: http://evil.example", host="gateway.example").status == 403

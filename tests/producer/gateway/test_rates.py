@@ -249,7 +249,9 @@ def test_each_key_has_a_rate_of_its_own_even_of_one_tenant(queue: Queue) -> None
     run(queue, work)
 
 
-def test_a_host_whose_clock_jumps_gets_no_further_requests(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_of_the_gateway_that_jumps_admits_no_further_requests(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caller, real = Caller("t", rpm=2, key="k"), time.time
 
     async def work(limits: Rates) -> None:

@@ -48,7 +48,7 @@ def test_a_content_type_may_have_parameters(served: Served) -> None:
         b"\r\n\r\n\r\nx y z w\r\n\r\n",
     ],
 )
-def test_what_is_not_http_gets_400_in_openais_form(served: Served, request_bytes: bytes) -> None:
+def test_invalid_http_gets_400_in_openais_form(served: Served, request_bytes: bytes) -> None:
     with served.connect() as sock:
         sock.sendall(request_bytes)
         answer = read_answer(sock)

@@ -58,7 +58,7 @@ def test_a_large_file_passes_through_little_memory(receiving: GatewayProcess) ->
 
 
 @pytest.mark.parametrize("size", [LIMIT + 1, 3 * LIMIT])
-def test_a_client_that_sends_too_much_reads_why(receiving: GatewayProcess, store: Stack, size: int) -> None:
+def test_the_client_of_a_too_large_upload_reads_its_413(receiving: GatewayProcess, store: Stack, size: int) -> None:
     with client_of(receiving) as client, pytest.raises(openai.APIStatusError) as refused:
         client.files.create(file=("large", b"x" * size), purpose="batch")
     assert refused.value.status_code == 413

@@ -146,7 +146,7 @@ def test_the_pause_after_a_long_scan_is_long(
         assert scans == expected
 
 
-def test_a_lookup_tells_the_state_the_tenant_and_the_result(queue: Queue, client: Client, worker: MiniWorker) -> None:
+def test_a_lookup_returns_the_state_the_tenant_and_the_result(queue: Queue, client: Client, worker: MiniWorker) -> None:
     assert client.lookup("unknown") == Lookup(JobStatus.UNKNOWN, None, None)
     client.submit("x", id="later", delay=60, tenant="t")
     assert client.lookup("later") == Lookup(JobStatus.DELAYED, "t", None)

@@ -81,7 +81,7 @@ def test_a_message_of_the_parse_helper_can_be_sent_back() -> None:
         assert (body.chat or [])[-1] == {"role": "assistant", "content": '{"x": 1}'}
 
 
-def test_a_question_with_the_key_parsed_is_refused() -> None:
+def test_a_user_message_with_the_key_parsed_is_refused() -> None:
     question = {**QUESTION, "parsed": {"x": 1}}
     with pytest.raises(Exception, match=r"unknown key 'messages\.0\.parsed'"):
         encode_body(translate(CHAT, {"messages": [question]}))
