@@ -53,7 +53,10 @@ def api_error(error: BaseException) -> ApiError | None:
 def _of_status(error: HTTPException) -> ApiError:
     """Return OpenAI's form of an error that Starlette raises: unknown path, wrong method, faulty form."""
     status = HTTPStatus(error.status_code)
-    messages = {404: "Unknown path.", 405: "This path does not take this method."}
+    messages = {
+        404: "Unknown path. The paths of the API begin with /v1, such as /v1/models.",
+        405: "This path does not take this method.",
+    }
     detail = error.detail if error.detail != status.phrase else f"{status.phrase}."
     return ApiError(error.status_code, messages.get(status, detail))
 

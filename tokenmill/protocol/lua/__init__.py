@@ -27,17 +27,19 @@ from redis.exceptions import NoScriptError, ResponseError
 AGAIN_TIMES = 8
 """How often a script may ask for more keys; each time the job was changed between two calls."""
 
+_TEXTS = {file.name: file.read_text("utf-8") for file in files(__name__).iterdir() if file.name.endswith(".lua")}
+"""All files, read with the code that calls them: an upgrade in place changes no running process."""
+
 
 @cache
 def source(name: str, shebang: bool = True) -> str:
     """Return the text of a script, with or without its first `#!` line."""
-    folder = files("tokenmill.protocol.lua")
-    own = folder.joinpath(f"{name}.lua").read_text("utf-8")
+    own = _TEXTS[f"{name}.lua"]
     first = ""
     if own.startswith("#!"):
         line, _, own = own.partition("\n")
         first = line + "\n" if shebang else ""
-    return f"{first}{folder.joinpath('common.lua').read_text('utf-8')}\n{own}"
+    return f"{first}{_TEXTS['common.lua']}\n{own}"
 
 
 @cache

@@ -1,5 +1,5 @@
 -- Read the hashes of a queue's live workers. Consumers of the lanes without a hash are dead workers.
--- KEYS high normal low, then any number of workers' hashes
+-- KEYS high normal low, then for each known worker its hash
 -- ARGV request {consumer_group, root}. `root`: the beginning of the key of a worker's hash.
 -- -> for each hash that exists {key, fields} | AGAIN key …
 local request, names, seen = cjson.decode(ARGV[1]), {}, {}
