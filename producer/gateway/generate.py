@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from starlette.requests import ClientDisconnect, Request
@@ -32,7 +33,9 @@ from tokenmill.openai.request import CHAT, COMPLETIONS, EMBEDDINGS, Streaming, s
 from tokenmill.openai.response import ANSWERS
 from tokenmill.openai.stream import Chunks
 from tokenmill.protocol.calls import EnqueueRefused
+from tokenmill.protocol.errors import ErrorCode, JobError
 from tokenmill.protocol.events import Event, FinalEvent, StartEvent, TokenEvent
+from tokenmill.protocol.job import JobEntry
 from tokenmill.protocol.result import Result, Status
 
 TTL_MARGIN_S: Final = 30.0
@@ -100,10 +103,7 @@ class _Work:
         self._request, self._url = request, url
         self.streaming = Streaming(False, False) if url == EMBEDDINGS else streaming(body)
         self._body, self._key = translate(url, body, stream=True), idempotency_key(request, self.caller, body)
-        if url != EMBEDDINGS:  # so that a second run of the job, or its next generation, generates the same text
-            self._body.setdefault("seed", secrets.randbits(63) if self._key is None else int(self._key.id[:15], 16))
-        ttl = None if self.streaming.on else self.gateway.settings.request_timeout + TTL_MARGIN_S
-        self.entry = entry_for(self.gateway, request, self._body, ttl=ttl, tenant=self.caller.tenant)
+        self.entry = self._entry()
         self._claim: Claim | None = None
         self._job: AsyncJob | None = None
         self._charge: Charge | None = None
@@ -114,6 +114,23 @@ class _Work:
         """Unix time in seconds of the answer: that of the first request with the same Idempotency-Key."""
 
     # ── the job ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _entry(self) -> JobEntry:
+        """Return the entry of the job, with a seed, so that a second run generates the same text.
+
+        A body that has no room for the seed is sent without one.
+        """
+        ttl = None if self.streaming.on else self.gateway.settings.request_timeout + TTL_MARGIN_S
+        make = partial(entry_for, self.gateway, self._request, ttl=ttl, tenant=self.caller.tenant)
+        if self._url == EMBEDDINGS or "seed" in self._body:
+            return make(self._body)
+        seed = secrets.randbits(63) if self._key is None else int(self._key.id[:15], 16)
+        try:
+            return make({**self._body, "seed": seed})
+        except JobError as error:
+            if error.code is not ErrorCode.TOO_LARGE:
+                raise
+            return make(self._body)
 
     async def place(self) -> None:
         """Submit the job, or join the job of an earlier request with the same Idempotency-Key."""

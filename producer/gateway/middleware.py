@@ -10,6 +10,7 @@ import ipaddress
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Final
 
 import structlog
@@ -30,6 +31,12 @@ MIN_BYTES_PER_SECOND: Final = 500
 """Slower bodies are given up after --body-timeout, even if no pause in them is that long."""
 MAX_HEADER_BYTES: Final = 64 * 1024
 """Maximum size of the headers of a request."""
+LINGER_SECONDS: Final = 5.0
+LINGER_BYTES: Final = 256 << 20
+"""Limits of what is read and dropped of the body of a request that was answered before its end: many clients read the
+answer only when they have sent all, and a connection that is closed before loses it."""
+_CLOSED: Final = (408, 431)
+"""Status codes after which the connection is closed at once."""
 BUSY_SECONDS: Final = 1.0
 """`Retry-After` of a gateway with --max-requests in flight, or one that shuts down."""
 
@@ -48,7 +55,7 @@ class Frame:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange = _Exchange(scope, send)
+        exchange = _Exchange(scope, receive, send)
         counted = scope["path"] not in OPEN
         self.in_flight += counted
         self.gateway.metrics.in_flight.set(self.in_flight)
@@ -57,19 +64,20 @@ class Frame:
                 raise ApiError(431, f"The headers are larger than {MAX_HEADER_BYTES} bytes.", code="too_large")
             if counted:
                 self._admit()
-            await self.app(scope, receive, exchange.send)
+            await self.app(scope, exchange.receive, exchange.send)
         except ClientDisconnect:
             pass  # recorded as incomplete
         except asyncio.CancelledError:  # the server ends tasks that outlast the drain
             if not self.gateway.drain.is_set():
                 raise
-            await exchange.fail(_shutting_down(), receive)
+            await exchange.fail(_shutting_down())
         except Exception as error:  # noqa: BLE001 - every request gets an answer; the log has the traceback
-            await exchange.fail(error, receive)
+            await exchange.fail(error)
         finally:
             self.in_flight -= counted
             self.gateway.metrics.in_flight.set(self.in_flight)
             exchange.record(self.gateway)
+        await exchange.finish()
 
     def _admit(self) -> None:
         if self.gateway.drain.is_set():
@@ -87,35 +95,71 @@ def _shutting_down() -> ApiError:
 class _Exchange:
     """One request and its answer."""
 
-    def __init__(self, scope: Scope, send: Send) -> None:
-        self.scope, self._send = scope, send
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope, self._receive, self._send = scope, receive, send
+        self._reading = False
+        """Whether some of the request's body was read."""
+        self._read = False
+        """Whether all of it was read."""
+        self._lingers = False
+        """Whether the answer is sent, except for its end."""
         self.state = scope.setdefault("state", {})
         self._own_id = f"req-{secrets.token_hex(12)}"
         self.status = 0
         self.complete = False
         self.started_at = time.monotonic()
 
+    async def receive(self) -> Message:
+        """Pass a message on, and note the end of the request's body."""
+        self._reading = True
+        message = await self._receive()
+        self._read = not message.get("more_body", False)
+        return message
+
     async def send(self, message: Message) -> None:
-        """Pass a message on, with `X-Request-Id` in the headers."""
+        """Pass a message on, with `X-Request-Id` in the headers. While a body comes, keep back the end."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             MutableHeaders(scope=message)["X-Request-Id"] = self.id
         elif message["type"] == "http.response.body":
             self.complete = not message.get("more_body", False)
+            if self.complete and self._sends_body():
+                self._lingers = True
+                message = {**message, "more_body": True}
         await self._send(message)
         if not self.complete:  # uvicorn does not wait where the client has gone away: let the task that notices it run
             await asyncio.sleep(0)
 
-    async def fail(self, error: Exception, receive: Receive) -> None:
+    def _sends_body(self) -> bool:
+        """Return whether the client may be sending a body that was not read."""
+        headers = Headers(scope=self.scope)
+        if self._read or self.status in _CLOSED:
+            return False
+        if "expect" in headers and not self._reading:  # the client waits until it may send
+            return False
+        return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+
+    async def finish(self) -> None:
+        """End an answer whose end was kept back: after the rest of the request's body, which is dropped."""
+        if not self._lingers:
+            return
+        left = LINGER_BYTES
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                while not self._read and left > 0:
+                    left -= len((await self.receive()).get("body", b""))
+        await self._send({"type": "http.response.body"})
+
+    async def fail(self, error: Exception) -> None:
         """Answer with an error; if an answer has begun, log the error and let the server close the connection."""
         known = api_error(error)
         if known is None or self.status:
             log.error("request_failed", **self.fields(), exc_info=error)
         if not self.status:
             response = response_of(known or internal_error())
-            if response.status_code in (408, 431):
+            if response.status_code in _CLOSED:
                 response.headers["connection"] = "close"
-            await response(self.scope, receive, self.send)
+            await response(self.scope, self.receive, self.send)
 
     @property
     def id(self) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
 import pytest
 
 from tests.producer.gateway.harness import GatewayProcess, post, stack
 from tests.producer.gateway.streams import CHAT, JOBS, Call, chat, texts_of
 from tests.support import RedisServer, eventually
+from tokenmill.protocol.keys import MAX_BODY_BYTES
 
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
@@ -90,6 +92,23 @@ def test_without_a_worker_a_request_gets_503_and_leaves_nothing_in_the_queue(
         assert (answer.status, answer.json["error"]["code"]) == (503, "no_worker")
         assert int(answer.headers["retry-after"]) >= 1
         assert sum(made.queue.redis.xlen(lane) for lane in made.queue.keys.lanes) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "status"), [(0, (400, "context_length_exceeded")), (1, (413, "too_large"))], ids=["at", "above"]
+)
+def test_a_body_may_have_exactly_the_maximum_size(gateway: GatewayProcess, more: int, status: tuple[int, str]) -> None:
+    body: dict[str, Any] = {"max_tokens": 1, "prompt": ""}
+    body["prompt"] = "x" * (MAX_BODY_BYTES - len(orjson.dumps(body)) + more)
+    answer = post(f"{gateway.url}{COMPLETIONS}", orjson.dumps(body))
+    assert (answer.status, answer.json["error"]["code"]) == status
+
+
+@pytest.mark.parametrize(("path", "status"), [(COMPLETIONS, 413), ("/nowhere", 404), ("/v1/models", 405)])
+def test_a_client_that_reads_only_after_it_has_sent_its_whole_body_gets_the_refusal(
+    gateway: GatewayProcess, path: str, status: int
+) -> None:
+    assert {post(gateway.url + path, b" " * (3 << 20)).status for _ in range(10)} == {status}
 
 
 def test_embeddings_are_refused_as_a_worker_that_generates_would(gateway: GatewayProcess) -> None:
