@@ -71,8 +71,8 @@ class _Environment(PydanticBaseSettingsSource):
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         value = os.environ.get(variable(field_name))
-        if value and is_service_link(variable(field_name), value):
-            value = None
+        if value and field_name == "port" and is_service_link(variable(field_name), value):
+            value = None  # set by Kubernetes for a service that is called `tokenmill`
         if value and field.annotation is bool:
             value = value.strip()  # as the command line does; pydantic strips numbers
         return value or None, field_name, False
