@@ -24,7 +24,7 @@ from producer.gateway.rates import Charge, used
 from producer.gateway.requests import caller_of, gateway_of, read_json
 from producer.gateway.responses import JsonResponse, shutting_down
 from producer.gateway.sse import DONE, EventStream, Frames, data_frame
-from producer.gateway.submit import CANCEL_S, UNKNOWN, Order, entry_for, submit
+from producer.gateway.submit import CANCEL_S, UNKNOWN, Order, entry_for, require_worker, submit
 from tokenmill.client.core import JobLost
 from tokenmill.client.follow import TextRestarted
 from tokenmill.client.handles import AsyncJob
@@ -136,9 +136,9 @@ class _Work:
         """Submit the job, or join the job of an earlier request with the same Idempotency-Key."""
         gateway, key = self.gateway, self._key
         gateway.require_redis()
-        await gateway.workers.require(self._body.get("model"))
         self._claim = await gateway.inflight.claim(self.entry.id if key is None else key.id)
         use = await begin(gateway, key, self.entry.id if key is None else key.id)
+        await require_worker(gateway, self._body.get("model"), key, use, self.entry.id)
         if key is not None:
             self.entry = replace(self.entry, id=await current_id(gateway, key, _unanswered))
         self._created = use.begun_at

@@ -48,6 +48,8 @@ class Use(NamedTuple):
     """Whether it is the first use, as it is without a key."""
     begun_at: int
     """Unix time in seconds of the first use."""
+    has_job: bool
+    """Whether the job exists already."""
 
 
 def idempotency_key(request: Request, caller: Caller, body: Mapping[str, Any]) -> IdempotencyKey | None:
@@ -78,7 +80,7 @@ async def begin(gateway: Gateway, key: IdempotencyKey | None, job_id: str) -> Us
     """
     now = int(time.time())
     if key is None:
-        return Use(True, now)
+        return Use(True, now, False)
     keys, redis = gateway.client.keys, gateway.client.redis
     name = keys.idempotency(key.id)
     async with gateway.redis_limit():
@@ -95,7 +97,7 @@ async def begin(gateway: Gateway, key: IdempotencyKey | None, job_id: str) -> Us
             raise key_reused()
         if not first:
             await redis.expire(name, TTL_S)
-    return Use(bool(first), int(begun_at or now))
+    return Use(bool(first), int(begun_at or now), bool(exists))
 
 
 async def current_id(gateway: Gateway, key: IdempotencyKey, unanswered: Callable[[Result], bool]) -> str:

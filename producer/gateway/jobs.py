@@ -25,7 +25,7 @@ from producer.gateway.redis_watch import REDIS_SECONDS
 from producer.gateway.requests import caller_of, gateway_of, read_json
 from producer.gateway.responses import JsonResponse, job_not_found
 from producer.gateway.sse import EventStream, Frames, event_frame, named_error_frame
-from producer.gateway.submit import CANCEL_S, UNKNOWN, Order, entry_for, submit
+from producer.gateway.submit import CANCEL_S, UNKNOWN, Order, entry_for, require_worker, submit
 from tokenmill.client.core import JobLost
 from tokenmill.client.follow import check_event_id
 from tokenmill.client.handles import AsyncJob
@@ -69,9 +69,9 @@ async def submit_job(request: Request) -> Response:
     order = _order(gateway, caller, request, given, key)
     job_id = order.entry.id
     gateway.require_redis()
-    await gateway.workers.require(order.body.get("model"), wait=False)
     try:
         use = await begin(gateway, key, job_id)
+        await require_worker(gateway, order.body.get("model"), key, use, job_id, wait=False)
         await submit(gateway, replace(order, first=use.first))
     except (RedisError, TimeoutError):
         if key is None and not own_id:

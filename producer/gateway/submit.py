@@ -14,7 +14,7 @@ from typing import Any, Final
 from starlette.requests import Request
 
 from producer.gateway.gateway import Gateway
-from producer.gateway.idempotency import IdempotencyKey, forget
+from producer.gateway.idempotency import IdempotencyKey, Use, forget
 from producer.gateway.keys import Caller
 from producer.gateway.rates import Charge, estimate
 from producer.gateway.redis_watch import REDIS_SECONDS
@@ -88,6 +88,26 @@ async def submit(gateway: Gateway, order: Order) -> Charge | None:
     except (EnqueueRefused, ApiError):
         if key is not None and order.first:
             await forget(gateway, key, entry.id)
+        raise
+
+
+async def require_worker(
+    gateway: Gateway, model: str | None, key: IdempotencyKey | None, use: Use, job_id: str, *, wait: bool = True
+) -> None:
+    """Check that a live worker serves a model, unless the job exists: the answer of an earlier request needs no worker.
+
+    A request that is refused does not use up its Idempotency-Key.
+
+    Raises:
+        ApiError, redis.RedisError, TimeoutError: as `LiveWorkers.require`.
+    """
+    if use.has_job:
+        return
+    try:
+        await gateway.workers.require(model, wait=wait)
+    except ApiError:
+        if key is not None and use.first:
+            await forget(gateway, key, job_id)
         raise
 
 

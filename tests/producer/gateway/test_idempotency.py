@@ -64,6 +64,22 @@ def test_the_same_answer_comes_again_without_a_second_job(gateway: GatewayProces
     assert again.headers["x-request-id"] == first.headers["x-request-id"]
 
 
+def test_the_same_answer_comes_again_when_no_worker_serves_the_model_any_more(own_stack: Stack, key: str) -> None:
+    gateway, worker = own_stack.gateway(worker_timeout="0.5"), own_stack.worker()
+    first = repeated(gateway, CHAT, chat("again", model="fake"), key)
+    job = repeated(gateway, JOBS, {"body": {**BODY["body"], "model": "fake"}}, key + "j")
+    get(f"{gateway.url}{JOBS}/{job.json['id']}?wait=30")
+    worker.stop()
+    queue = own_stack.queue
+    queue.scripts("other").ensure_consumer()
+    queue.redis.hset(queue.keys.worker("other"), mapping={"status": "ready", "model": "other"})
+    eventually(lambda: [one["id"] for one in get(f"{gateway.url}/v1/models").json["data"]] == ["other"])
+    assert repeated(gateway, CHAT, chat("again", model="fake"), key).body == first.body
+    assert repeated(gateway, JOBS, {"body": {**BODY["body"], "model": "fake"}}, key + "j").json == job.json
+    for path, body in ((CHAT, chat("new", model="fake")), (JOBS, {"body": {**BODY["body"], "model": "fake"}})):
+        assert [repeated(gateway, path, body, f"{key}-new").status for _ in range(2)] == [404, 404]
+
+
 def test_the_same_stream_comes_again_from_its_beginning(gateway: GatewayProcess, key: str) -> None:
     calls = [Call(gateway, CHAT, chat("stream", 60, stream=True), idempotency_key=key) for _ in range(2)]
     streams = [list(call.events()) for call in calls]
