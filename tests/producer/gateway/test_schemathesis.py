@@ -29,7 +29,8 @@ not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", 503, 504]
 
 
 PHASES = "examples,coverage,fuzzing,stateful"
-"""`coverage` sends some two thousand requests, most of them faulty; the others send as many as they are told."""
+"""The phase `coverage` sends some two thousand requests, most of them faulty; `examples` sets the number of requests
+of each other phase."""
 
 
 def schemathesis(
